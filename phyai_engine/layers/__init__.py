@@ -1,0 +1,1 @@
+"""Tensor maths shared by the model families that is no operator: tables and shapes."""

@@ -1,0 +1,26 @@
+"""Tables of the rotary position embedding; the rotation itself is phyai_kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def inverse_frequencies(head_dim: int, base: float) -> Tensor:
+    """[D/2] fp32, ``1 / base**(2i/D)`` with every step in fp32 on the CPU.
+
+    The rounding is part of what a checkpoint means: an fp64 table moves K by up to 8e-5 at positions near
+    800.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return 1.0 / (base**exponent)
+
+
+def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position.
+
+    :param positions: [B, S] integer. :param frequencies: [D/2] fp32.
+    :return: two [B, 1, S, D/2] fp32 tensors; the 1 broadcasts over heads.
+    """
+    angles = positions.float()[:, None, :, None] * frequencies
+    return angles.cos(), angles.sin()

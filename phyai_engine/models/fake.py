@@ -1,0 +1,163 @@
+"""A model without weights or torch: smooth deterministic motion, a chosen latency, and faults on demand.
+
+Its flow is exact: ``v = (x - target) / t``. Sampling arrives at the target from any noise, and guidance and
+cancellation act as on a real model. Faults count the runs since it was loaded, after ``grace_runs``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from phyai_engine.config import ModelConfig, convert
+from phyai_engine.errors import ConfigError
+from phyai_engine.solvers import flow_times
+from phyai_engine.types import F32, BufferSpec, ModelSpec
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+
+_EXIT_CODE = 13
+
+
+class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the fake model does.
+
+    :param latency_ms: of one run, spread over the prefix and the steps. :param busy: spend it holding the
+        interpreter lock instead of sleeping. :param amplitude: of the motion, 1 = half the normalised range.
+    :param period_steps: rows of one cycle of a position. :param nan_at: row of the chunk that is NaN.
+    :param fail_every: raise at every n-th run. :param crash_on_request: end the process at the n-th run.
+    :param hang_on_request: never return from the n-th run. 0 switches a fault off.
+    :param grace_runs: first runs, such as the warm-up, in which nothing goes wrong and which are not counted.
+    """
+
+    horizon: Count = 16
+    action_dim: Count = 8
+    num_steps: Count = 4
+    cameras: tuple[str, ...] = ()
+    image_size: Count = 64
+    latency_ms: Annotated[float, Meta(ge=0)] = 0.0
+    busy: bool = False
+    amplitude: Annotated[float, Meta(gt=0, le=0.9)] = 0.1
+    period_steps: Annotated[float, Meta(ge=4)] = 200.0
+    nan_at: CountOrZero | None = None
+    fail_every: CountOrZero = 0
+    crash_on_request: CountOrZero = 0
+    hang_on_request: CountOrZero = 0
+    grace_runs: CountOrZero = 0
+
+    def __post_init__(self) -> None:
+        if self.nan_at is not None and self.nan_at >= self.horizon:
+            raise ValueError(f"nan_at is {self.nan_at}, beyond the horizon of {self.horizon}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FakePrefix:
+    """:param target: [B, H, A] float32, where the flow ends."""
+
+    target: F32
+
+
+class FakeModel:
+    """See the module. Not for concurrent calls."""
+
+    spec: ModelSpec
+
+    def __init__(self, options: FakeOptions) -> None:
+        self.options = options
+        inputs = {"anchor": BufferSpec((options.action_dim,), "float32")}
+        if options.cameras:
+            size = options.image_size
+            inputs["images"] = BufferSpec((len(options.cameras), 3, size, size), "float32")
+        self.spec = ModelSpec(
+            family="fake",
+            horizon=options.horizon,
+            action_dim=options.action_dim,
+            times=flow_times(options.num_steps, "direct"),
+            inputs=inputs,
+            cameras=options.cameras,
+        )
+        self._runs = -options.grace_runs
+
+    @classmethod
+    def load(cls, config: ModelConfig) -> FakeModel:
+        """The model a file describes.
+
+        :raises ConfigError: wrong options, or a checkpoint, which a fake model has none of.
+        """
+        if config.checkpoint:
+            raise ConfigError("the fake model has no weights", got=config.checkpoint, where="checkpoint")
+        return cls(convert(config.options, FakeOptions, where="options"))
+
+    def to_device(self, array: NDArray[np.generic]) -> NDArray[np.generic]:
+        """See :class:`phyai_engine.models.Model`."""
+        return array
+
+    def to_host(self, array: Any) -> NDArray[np.generic]:
+        """See :class:`phyai_engine.models.Model`."""
+        host: NDArray[np.generic] = array
+        return host
+
+    def prefix(self, inputs: Mapping[str, Any]) -> FakePrefix:
+        """Plan the motion from ``anchor`` [B, A]; the configured faults happen here."""
+        self._runs += 1
+        o = self.options
+        if self._runs > 0:
+            if self._runs == o.crash_on_request:
+                os._exit(_EXIT_CODE)
+            while self._runs == o.hang_on_request:
+                time.sleep(0.05)
+            if o.fail_every and self._runs % o.fail_every == 0:
+                raise RuntimeError(f"the fake model fails at run {self._runs}, as configured (fail_every)")
+        self._spend()
+        return FakePrefix(np.stack([self._motion(anchor) for anchor in inputs["anchor"]]))
+
+    def velocity(self, prefix: FakePrefix, x: F32, step: int) -> F32:
+        """(x - target) / t. :param x: [B, H, A] float32."""
+        self._spend()
+        v: F32 = (x - prefix.target) / np.float32(self.spec.times[step])
+        if self.options.nan_at is not None and self._runs > 0:
+            v[:, self.options.nan_at] = np.nan
+        return v
+
+    def _motion(self, anchor: F32) -> F32:
+        """[A] -> [H, A], row 0 where the robot is.
+
+        Where an action commands a position, positions are taken in pairs. Each pair approaches a circle of
+        radius ``amplitude`` around the middle of its ranges and runs round it, by about
+        ``2 pi amplitude / period_steps`` a row. The path depends on the measured position alone, so that the
+        next chunk goes on where the last one was left, in the same sense. An odd position out does not move.
+        Rates and deltas, which have no anchor, swing twice per chunk around 0.
+        """
+        o = self.options
+        swing = o.amplitude * np.sin(4 * np.pi / o.horizon * np.arange(o.horizon))
+        motion = np.repeat(swing[:, None], o.action_dim, axis=1)
+        positions = np.flatnonzero(np.isfinite(anchor))
+        motion[:, positions] = anchor[positions]
+        pairs = positions[: len(positions) // 2 * 2].reshape(-1, 2)
+        first, second = anchor[pairs].astype(np.float64).T
+        radius, angle = np.hypot(first, second), np.arctan2(second, first)
+        pace = 2 * np.pi * o.amplitude / o.period_steps
+        for row in range(1, o.horizon):
+            outwards = np.clip(o.amplitude - radius, -pace, pace)
+            radius = radius + outwards
+            angle = angle + np.sqrt(pace**2 - outwards**2) / np.maximum(radius, o.amplitude)
+            motion[row, pairs] = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
+        return motion.astype(np.float32)
+
+    def _spend(self) -> None:
+        """This call's share of the latency."""
+        share_s = self.options.latency_ms / 1e3 / (self.options.num_steps + 1)
+        if not self.options.busy:
+            time.sleep(share_s)
+            return
+        end = time.monotonic() + share_s
+        while time.monotonic() < end:
+            pass

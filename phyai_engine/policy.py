@@ -1,0 +1,197 @@
+"""load_policy: a robot file and a model file -> Policy, which turns requests into chunks."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from phyai_engine.adapter import Adapter
+from phyai_engine.config import ModelConfig, RobotConfig
+from phyai_engine.errors import CancelledError, ConfigError, EngineError, PhyaiError, RefusalError
+from phyai_engine.models import Model
+from phyai_engine.runner import RowResult, Runner
+from phyai_engine.types import (
+    CancelToken,
+    Chunk,
+    Committed,
+    ModelSpec,
+    Observation,
+    Refusal,
+    Request,
+    Row,
+    StageTimings,
+)
+
+Answer = Chunk | PhyaiError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """Where a family's class is; imported on demand, so that no torch is needed for the fake model.
+
+    :param untrained: the note shown while the model file names no checkpoint.
+    """
+
+    module: str
+    name: str
+    untrained: str
+
+
+_RANDOM = "seeded random weights: its motions mean nothing"
+
+MODELS: Mapping[str, ModelEntry] = MappingProxyType(
+    {
+        "pi0": ModelEntry("phyai_engine.models.pi", "PiModel", _RANDOM),
+        "pi05": ModelEntry("phyai_engine.models.pi", "PiModel", _RANDOM),
+        "fake": ModelEntry("phyai_engine.models.fake", "FakeModel", "no weights: synthetic motion"),
+    }
+)
+"""Model families. A class has ``load(config: ModelConfig) -> Model``."""
+
+# Warm-up needs images of some size before any camera was seen; the resize is not what warming up is for.
+_WARM_UP_IMAGE = (480, 640, 3)
+
+
+def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
+    """Load the weights and join them with the robot.
+
+    :raises ConfigError: unknown family, wrong options, or robot and model do not fit.
+    :raises WeightsError: the checkpoint does not hold what the model needs.
+    """
+    entry = MODELS.get(model.family)
+    if entry is None:
+        raise ConfigError(
+            f"unknown model family {model.family!r}", wanted=f"one of {', '.join(MODELS)}", where="family"
+        )
+    loaded: Model = getattr(importlib.import_module(entry.module), entry.name).load(model)
+    note = f"{model.family}, {model.checkpoint}" if model.checkpoint else f"{model.family}, {entry.untrained}"
+    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded), note)
+
+
+class Policy:
+    """Observation -> chunk for one robot and one model. One call at a time.
+
+    :param note: what the weights are, for people to read.
+    """
+
+    def __init__(self, adapter: Adapter, runner: Runner, note: str) -> None:
+        self.adapter = adapter
+        self.runner = runner
+        self.note = note
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model declares."""
+        return self.adapter.spec
+
+    def infer(self, requests: Sequence[Request], cancels: Sequence[CancelToken] | None = None) -> list[Answer]:
+        """One answer per request, in order; an error of one never loses the others.
+
+        :returns: a Chunk, or a RefusalError (the observation or the result is unusable), a CancelledError,
+            or an EngineError (the model raised).
+        """
+        began = [0] * len(requests)
+        answers: list[Answer | None] = [None] * len(requests)
+        rows: dict[int, tuple[Row, float]] = {}
+        for i, request in enumerate(requests):
+            began[i] = time.monotonic_ns()
+            try:
+                row = self.adapter.encode(request, None if cancels is None else cancels[i])
+            except PhyaiError as error:
+                answers[i] = error
+            else:
+                rows[i] = row, _ms_since(began[i])
+        results = self._run([row for row, _ in rows.values()])
+        for (i, (_, encode_ms)), result in zip(rows.items(), results, strict=True):
+            answers[i] = self._answer(requests[i], result, encode_ms, began[i])
+        return [answer for answer in answers if answer is not None]
+
+    def warm_up(self, count: int = 2) -> list[float]:
+        """Run at real shapes, so that the first real request meets no first-use cost; every second is guided.
+
+        :returns: duration of each, ms.
+        :raises PhyaiError: the model cannot answer.
+        """
+        durations = []
+        for i in range(count):
+            answer = self.infer([self._synthetic(guided=i % 2 == 1)])[0]
+            if isinstance(answer, PhyaiError):
+                raise answer
+            durations.append(answer.timings.inference_ms)
+        return durations
+
+    def _run(self, rows: list[Row]) -> list[RowResult | PhyaiError]:
+        """The rows in batches that the runner takes. A batch that fails is tried again row by row."""
+        results: list[RowResult | PhyaiError] = []
+        size = self.runner.buckets[-1]
+        for first in range(0, len(rows), size):
+            batch = rows[first : first + size]
+            try:
+                results += self.runner.run(batch)
+            except Exception as error:  # whatever a model raises is an answer, not the end of the engine
+                if len(batch) > 1:
+                    results += [result for row in batch for result in self._run([row])]
+                else:
+                    results.append(_as_engine_error(error))
+        return results
+
+    def _answer(self, request: Request, result: RowResult | PhyaiError, encode_ms: float, began: int) -> Answer:
+        if isinstance(result, PhyaiError):
+            return result
+        if result.cancelled or result.actions is None:
+            return CancelledError(f"request {request.chunk_id} of epoch {request.epoch} was cancelled")
+        started = time.monotonic_ns()
+        actions = self.adapter.decode(result.actions, request)
+        bad = np.argwhere(~np.isfinite(actions))
+        if bad.size:
+            step, column = (int(index) for index in bad[0])
+            name = self.adapter.robot.action_names[column]
+            return RefusalError(
+                Refusal.NOT_FINITE,
+                f"action {name} is not finite",
+                got=actions[step, column],
+                where=f"step {step}",
+            )
+        timings = StageTimings(
+            encode_ms=encode_ms,
+            prefix_ms=result.prefix_ms,
+            denoise_ms=result.denoise_ms,
+            decode_ms=_ms_since(started),
+            inference_ms=_ms_since(began),
+        )
+        return Chunk(epoch=request.epoch, chunk_id=request.chunk_id, actions=actions, timings=timings)
+
+    def _synthetic(self, *, guided: bool) -> Request:
+        robot = self.adapter.robot
+        count = len(robot.state)
+        grey = np.full(_WARM_UP_IMAGE, 128, dtype=np.uint8)
+        seen = Observation(
+            images={camera.name: grey for camera in robot.cameras},
+            state=np.zeros(count),
+            velocity=np.zeros(count),
+            instruction="warm up",
+            oldest_ros_ns=0,
+            newest_ros_ns=0,
+            capture_mono_ns=0,
+            snapshot_mono_ns=0,
+        )
+        half = max(1, self.spec.horizon // 2)
+        committed = Committed(np.zeros((half, len(robot.actions))), delay_steps=1, execution_steps=half)
+        return Request(0, 0, seen, committed if guided else None, seed=0, remaining_ms=float("nan"))
+
+
+def _as_engine_error(error: Exception) -> PhyaiError:
+    if isinstance(error, PhyaiError):
+        return error
+    wrapped = EngineError(f"the model raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _ms_since(start_ns: int) -> float:
+    return (time.monotonic_ns() - start_ns) / 1e6

@@ -1,0 +1,178 @@
+"""The runner: rows in, action chunks out. Owns batching, solver state, guidance and cancellation.
+
+No torch here; the model brings its own tensors, on which only arithmetic operators and indexing are used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phyai_engine.errors import EngineError
+from phyai_engine.models import Model
+from phyai_engine.noise import standard_normal
+from phyai_engine.rtc import guide_identity
+from phyai_engine.solvers import euler_step
+from phyai_engine.types import F32, Row
+
+NoiseSource = Callable[[int, int, int], F32]
+StepCallback = Callable[[int, Any, Any], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowResult:
+    """The answer to one row.
+
+    :param actions: [H, A] float32 in the model's normalised space; None if and only if ``cancelled``.
+    :param prefix_ms: of the whole batch, as is ``denoise_ms``; NaN where the phase did not run.
+    """
+
+    actions: F32 | None
+    cancelled: bool
+    prefix_ms: float
+    denoise_ms: float
+
+
+class Runner:
+    """Runs batches of rows, one batch at a time: not for concurrent calls.
+
+    :param buckets: allowed batch sizes; a batch is padded to the next one by repeating its first row.
+    :param on_step: called before each update with (step, x [B,H,A], velocity [B,H,A]): device arrays, padded.
+    :param noise: (seed, H, A) -> [H, A] float32 start noise.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        buckets: Sequence[int] = (1, 2, 4, 8),
+        on_step: StepCallback | None = None,
+        noise: NoiseSource = standard_normal,
+    ) -> None:
+        self.model = model
+        self.buckets = tuple(sorted(set(buckets)))
+        self._on_step = on_step
+        self._noise = noise
+        if not self.buckets or self.buckets[0] < 1:
+            raise EngineError("no usable batch sizes", got=list(buckets), wanted="at least one number >= 1")
+
+    def run(self, rows: Sequence[Row]) -> list[RowResult]:
+        """Infer one chunk per row; results in the rows' order.
+
+        A row whose token is set by the end of the last step is reported cancelled and carries no actions;
+        the loop ends early only when that holds for all rows.
+
+        :raises EngineError: too many rows, or a row that does not fit the model's spec.
+        """
+        size = self._bucket(len(rows))
+        for i, row in enumerate(rows):
+            self._check(row, i)
+        if all(row.cancel.cancelled for row in rows):
+            return [_cancelled(float("nan"), float("nan")) for _ in rows]
+        padded = [*rows, *[rows[0]] * (size - len(rows))]
+
+        started = time.perf_counter()
+        inputs = {name: self._stack([row.inputs[name] for row in padded]) for name in self.model.spec.inputs}
+        prefix = self.model.prefix(inputs)
+        encoded = time.perf_counter()
+        x = self._denoise(prefix, padded, rows)
+        actions = None if x is None else self._to_host(x, size)
+        finished = time.perf_counter()
+
+        prefix_ms, denoise_ms = (encoded - started) * 1e3, (finished - encoded) * 1e3
+        return [
+            _cancelled(prefix_ms, denoise_ms)
+            if actions is None or row.cancel.cancelled
+            else RowResult(actions[i].copy(), False, prefix_ms, denoise_ms)
+            for i, row in enumerate(rows)
+        ]
+
+    def _denoise(self, prefix: Any, padded: Sequence[Row], rows: Sequence[Row]) -> Any:
+        """The solver loop; None once every real row is cancelled."""
+        spec = self.model.spec
+        x = self._stack([self._noise(row.seed, spec.horizon, spec.action_dim) for row in padded])
+        guidance = self._guidance(padded)
+        for step, t in enumerate(spec.times):
+            if all(row.cancel.cancelled for row in rows):
+                return None
+            velocity = self.model.velocity(prefix, x, step)
+            if guidance is not None:
+                target, weight, gain = guidance
+                velocity = guide_identity(x, velocity, t, target=target, weight=weight, gain=gain[step])
+            if self._on_step is not None:
+                self._on_step(step, x, velocity)
+            x = euler_step(x, velocity, len(spec.times))
+        return x
+
+    def _guidance(self, padded: Sequence[Row]) -> tuple[Any, Any, Any] | None:
+        """Y [B,H,A], W [B,H,A] and k [N,B,1,1] on the device; None if no row of the batch is guided."""
+        if not any(row.weight.any() and row.gain.any() for row in padded):
+            return None
+        # What stands under weight 0 is no target and may be anything; 0 * NaN would still be NaN.
+        target = self._stack([np.where(row.weight != 0, row.target, np.float32(0)) for row in padded])
+        weight = self._stack([row.weight for row in padded])
+        gain = np.stack([row.gain for row in padded], axis=1)[:, :, None, None]
+        return target, weight, self.model.to_device(gain)
+
+    def _stack(self, arrays: Sequence[NDArray[Any]]) -> Any:
+        return self.model.to_device(np.stack(arrays))
+
+    def _to_host(self, x: Any, size: int) -> F32:
+        spec = self.model.spec
+        actions = np.asarray(self.model.to_host(x))
+        wanted = (size, spec.horizon, spec.action_dim)
+        if actions.shape != wanted or actions.dtype != np.float32:
+            raise EngineError(
+                "the model returned the wrong array",
+                got=f"{actions.dtype} {list(actions.shape)}",
+                wanted=f"float32 {list(wanted)}",
+                where=f"model {spec.family}",
+            )
+        return actions
+
+    def _bucket(self, count: int) -> int:
+        for size in self.buckets:
+            if 1 <= count <= size:
+                return size
+        raise EngineError("the batch does not fit", got=f"{count} rows", wanted=f"1 to {self.buckets[-1]}")
+
+    def _check(self, row: Row, index: int) -> None:
+        spec = self.model.spec
+        where = f"row {index}"
+        if row.inputs.keys() != spec.inputs.keys():
+            raise EngineError("wrong inputs", got=sorted(row.inputs), wanted=sorted(spec.inputs), where=where)
+        for name, buffer in spec.inputs.items():
+            _check_array(row.inputs[name], buffer.shape, buffer.dtype, f"{where}, input {name!r}")
+        chunk = (spec.horizon, spec.action_dim)
+        guidance: Mapping[str, tuple[F32, tuple[int, ...]]] = {
+            "target": (row.target, chunk),
+            "weight": (row.weight, chunk),
+            "gain": (row.gain, (len(spec.times),)),
+        }
+        for name, (array, shape) in guidance.items():
+            _check_array(array, shape, "float32", f"{where}, {name}")
+        for name, array in (
+            ("weight", row.weight),
+            ("gain", row.gain),
+            ("target", row.target[row.weight != 0]),
+        ):
+            if not np.isfinite(array).all():
+                raise EngineError(f"{name} is not finite", where=where, do="Give weight 0 where there is no target.")
+
+
+def _check_array(array: NDArray[Any], shape: tuple[int, ...], dtype: str, where: str) -> None:
+    if array.shape != shape or array.dtype != np.dtype(dtype):
+        raise EngineError(
+            "an array does not fit the model",
+            got=f"{array.dtype} {list(array.shape)}",
+            wanted=f"{dtype} {list(shape)}",
+            where=where,
+        )
+
+
+def _cancelled(prefix_ms: float, denoise_ms: float) -> RowResult:
+    return RowResult(None, True, prefix_ms, denoise_ms)

@@ -1,0 +1,64 @@
+"""What both ends do with sockets: options, receiving without blocking, waking a poll from another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket as stdlib_socket
+from typing import Any
+
+import zmq
+
+from phyai_engine.serve.protocol import MAX_FRAME_BYTES, MAX_FRAMES
+
+
+def prepare(socket: zmq.Socket[bytes]) -> None:
+    """Options of every engine socket."""
+    socket.setsockopt(zmq.LINGER, 0)  # closing never waits for a peer
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # checked by libzmq before it allocates a frame
+    # No high-water mark: a ROUTER drops silently at it, and what queues for a stalled peer is only heartbeats
+    # (tens of bytes each) and at most one reply.
+    socket.setsockopt(zmq.SNDHWM, 0)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
+    """The frames of one message without copying them, or None when there is none now."""
+    try:
+        frame: Any = socket.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    frames = [frame.buffer]
+    while frame.more:
+        frame = socket.recv(copy=False)  # libzmq delivers all parts of a message or none: this does not block
+        if len(frames) <= MAX_FRAMES + 1:  # one more than allowed is kept, so that decode refuses the message
+            frames.append(frame.buffer)
+    return frames
+
+
+class Wake:
+    """Wakes a poll from any thread; never blocks and may be called after close."""
+
+    def __init__(self) -> None:
+        self._read, self._write = stdlib_socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._read.fileno()
+
+    def set(self) -> None:
+        """Make the poll return."""
+        # A full buffer means that a wake-up is pending already; a closed socket that nobody polls any more.
+        with contextlib.suppress(OSError):
+            self._write.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget the wake-ups so far."""
+        with contextlib.suppress(BlockingIOError):
+            while self._read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._read.close()
+        self._write.close()

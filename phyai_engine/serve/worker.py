@@ -1,0 +1,259 @@
+"""The engine side: one loop that owns the socket, one compute thread that owns the policy.
+
+The same loop serves every local placement. It never computes, so it takes cancels and sends heartbeats while
+an inference runs; a model that holds the interpreter lock for long silences it, and the client calls the
+engine lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+
+from phyai_engine import __version__, config
+from phyai_engine.config import ModelConfig, RobotConfig
+from phyai_engine.errors import PhyaiError, ProtocolError
+from phyai_engine.serve.compute import Compute, Load, Ready, Work, load_policy_lazily
+from phyai_engine.serve.protocol import (
+    HEARTBEAT_S,
+    Array,
+    Cancel,
+    EngineHello,
+    ErrorReply,
+    Heartbeat,
+    Hello,
+    HelloReply,
+    Message,
+    RequestMessage,
+    Shutdown,
+    chunk_to_wire,
+    decode,
+    encode,
+    request_from_wire,
+)
+from phyai_engine.serve.sockets import Wake, prepare, receive
+from phyai_engine.types import Chunk
+
+_JOIN_S = 0.4  # below half of the client's default stop bound
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+
+def serve(
+    endpoint: str,
+    *,
+    context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    load: Load | None = None,
+    threads: int = 1,
+) -> bool:
+    """Serve one client until it sends Shutdown.
+
+    :param endpoint: address to bind.
+    :param context: shared with the client for ``inproc://``; None makes one.
+    :param load: (RobotConfig, ModelConfig) -> policy, called in the compute thread; None takes
+        :func:`phyai_engine.policy.load_policy`.
+    :param threads: torch threads of the compute thread, if the model brings torch; 0 = its default.
+    :returns: False when the compute thread did not end within its bound: then leave the process without
+        finalising it.
+    """
+    own = zmq.Context() if context is None else context
+    try:
+        with own.socket(zmq.ROUTER) as socket, contextlib.closing(Wake()) as wake:
+            prepare(socket)
+            socket.bind(endpoint)
+            return _Worker(socket, wake, load or load_policy_lazily, threads).run()
+    finally:
+        if context is None:
+            own.term()
+
+
+class _Worker:
+    """The I/O loop. ``peer``, the first to say hello, is the one client served; everybody else is refused."""
+
+    def __init__(self, socket: zmq.Socket[bytes], wake: Wake, load: Load, threads: int) -> None:
+        self._socket, self._wake, self._load, self._threads = socket, wake, load, threads
+        self._peer: bytes | None = None
+        self._robot: RobotConfig | None = None
+        self._compute: Compute | None = None
+        self._outcomes: collections.deque[Ready | Work] = collections.deque()
+        self._ready = False
+        self._cancelled_epoch = -1
+        self._running = True
+
+    def run(self) -> bool:
+        """Loop until Shutdown; True when the compute thread has ended."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        beat_s = time.monotonic()
+        while self._running:
+            poller.poll(max(0, math.ceil((beat_s - time.monotonic()) * 1e3)))
+            self._wake.clear()
+            while (frames := receive(self._socket)) is not None:
+                self._on_frames(bytes(frames[0]), frames[1:])
+            # After receiving: a cancel that has arrived is honoured by every answer sent from here on.
+            while self._outcomes:
+                self._on_outcome(self._outcomes.popleft())
+            if time.monotonic() >= beat_s:
+                self._beat()
+                beat_s = time.monotonic() + HEARTBEAT_S
+        return self._compute is None or self._compute.stop(_JOIN_S)
+
+    def _beat(self) -> None:
+        if self._peer is not None and self._compute is not None:
+            phase, epoch, chunk_id = self._compute.status()
+            self._send(self._peer, Heartbeat(phase=phase, epoch=epoch, chunk_id=chunk_id))
+
+    def _send(self, peer: bytes, message: Message, arrays: dict[str, Array] | None = None) -> None:
+        self._socket.send_multipart([peer, *encode(message, arrays)])
+
+    def _on_frames(self, peer: bytes, frames: list[memoryview]) -> None:
+        try:
+            message, arrays = decode(frames)
+            if isinstance(message, Hello):
+                self._on_hello(peer, message)
+            elif peer != self._peer:
+                raise ProtocolError("a message before the hello", got=type(message).__name__)
+            elif isinstance(message, RequestMessage):
+                self._on_request(peer, message, arrays)
+            elif isinstance(message, Cancel):
+                self._on_cancel(peer, message.epoch)
+            elif isinstance(message, Shutdown):
+                self._running = False
+            else:
+                raise ProtocolError("not a client's message", got=type(message).__name__)
+        except ProtocolError as error:
+            self._send(peer, ErrorReply(reason="protocol", error_type=type(error).__name__, text=str(error)))
+
+    def _on_hello(self, peer: bytes, hello: Hello) -> None:
+        if self._peer not in (None, peer) or self._compute is not None:
+            self._send(peer, HelloReply(reason="this engine serves a client already"))
+            return
+        self._peer = peer
+        try:
+            robot = config.convert(hello.robot, RobotConfig, where="hello: robot")
+            config.check_robot(robot, where="hello: robot")
+            model = config.convert(hello.model, ModelConfig, where="hello: model")
+        except PhyaiError as error:
+            self._send(peer, HelloReply(reason=str(error)))
+            return
+        self._robot = robot
+        self._compute = Compute(self._post, len(robot.actions), self._threads)
+        self._compute.start(lambda: self._load(robot, model), hello.warm_up_count)
+
+    def _post(self, outcome: Ready | Work) -> None:
+        self._outcomes.append(outcome)
+        self._wake.set()
+
+    def _on_request(self, peer: bytes, message: RequestMessage, arrays: dict[str, Array]) -> None:
+        now_ns = time.monotonic_ns()
+        if self._compute is None or not self._ready:
+            raise ProtocolError("a request before the hello was answered")
+        work = Work(request_from_wire(message, arrays, now_mono_ns=now_ns), now_ns)
+        if message.epoch <= self._cancelled_epoch:
+            self._refuse(peer, work, "cancelled")
+        elif (replaced := self._compute.put(work)) is not None:
+            self._refuse(peer, replaced, "replaced")
+
+    def _on_cancel(self, peer: bytes, epoch: int) -> None:
+        self._cancelled_epoch = max(self._cancelled_epoch, epoch)
+        if self._compute is not None and (dropped := self._compute.cancel(epoch)) is not None:
+            self._refuse(peer, dropped, "cancelled")
+
+    def _refuse(self, peer: bytes, work: Work, reason: Any) -> None:
+        epoch, chunk_id = work.request.epoch, work.request.chunk_id
+        text = f"the request was {reason}"
+        self._send(peer, ErrorReply(reason=reason, error_type="", text=text, epoch=epoch, chunk_id=chunk_id))
+
+    def _on_outcome(self, outcome: Ready | Work) -> None:
+        assert self._peer is not None
+        if isinstance(outcome, Ready):
+            self._on_ready(self._peer, outcome)
+        elif outcome.token.cancelled or outcome.request.epoch <= self._cancelled_epoch:
+            self._refuse(self._peer, outcome, "cancelled")
+        elif isinstance(outcome.result, Chunk):
+            self._send(self._peer, *chunk_to_wire(outcome.result))
+        else:
+            assert outcome.result is not None
+            self._send(
+                self._peer,
+                ErrorReply(
+                    reason="failed",
+                    error_type=outcome.result.error_type,
+                    text=outcome.result.text,
+                    refusal=outcome.result.refusal,
+                    epoch=outcome.request.epoch,
+                    chunk_id=outcome.request.chunk_id,
+                ),
+            )
+
+    def _on_ready(self, peer: bytes, ready: Ready) -> None:
+        if ready.failure is not None:
+            reason = f"{ready.failure.error_type}: {ready.failure.text}"
+            self._send(peer, HelloReply(reason=reason))
+            self._compute = None  # its thread has ended; the client may say hello with another configuration
+            return
+        assert self._robot is not None
+        self._ready = True
+        engine = EngineHello(
+            horizon=ready.horizon,
+            action_names=self._robot.action_names,
+            dt_s=self._robot.dt_s,
+            note=ready.note,
+            warm_up_ms=ready.warm_up_ms,
+            pid=os.getpid(),
+            versions=_versions(),
+        )
+        self._send(peer, HelloReply(engine=engine))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"phyai_engine": __version__, "python": platform.python_version(), "numpy": np.__version__}
+    if (torch := sys.modules.get("torch")) is not None:
+        versions["torch"] = str(torch.__version__)
+    return versions
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have this process end with its parent, also when the parent is killed or our threads are stuck."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: standard input alone has to do
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the call above
+        os._exit(1)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="phyai-parent", daemon=True).start()
+
+
+def main() -> None:
+    """Entry point of the child process that :class:`phyai_engine.serve.host.ProcessHost` starts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    parser = argparse.ArgumentParser(prog="phyai-engine")
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    _die_with(arguments.parent_pid)
+    ended = serve(arguments.endpoint, threads=arguments.threads)
+    if not ended:
+        _log.warning("the inference did not end within %.1f s; leaving without it", _JOIN_S)
+        sys.stderr.flush()
+        os._exit(0)  # finalising the interpreter under a thread that is inside torch aborts the process

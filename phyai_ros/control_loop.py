@@ -1,0 +1,351 @@
+"""Observation -> request -> chunk -> player, once per control tick. No rclpy: clocks, client and outputs are passed in.
+
+Runs on the executor thread only. It never waits: the client's submit, cancel and poll return at once, and a tick that
+finds no fresh observation counts the refusal and lets the playing chunk go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from phyai_engine.errors import RefusalError
+from phyai_engine.serve.client import Answered, Event, Failed, Lost
+from phyai_engine.timing import Window
+from phyai_engine.types import AbortCause, Observation, Refusal, Request, Schedule
+from phyai_ros.player import Player, Spliced
+
+NAN = math.nan
+
+
+class Client(Protocol):
+    """What the loop needs of EngineClient."""
+
+    def submit(self, request: Request) -> None: ...
+    def cancel(self, epoch: int) -> None: ...
+    def poll(self) -> Sequence[Event]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One handoff or rejection, in the names of design.md section 7; seconds, NaN = not measured."""
+
+    epoch: int
+    chunk_id: int
+    outcome: str  # accepted | refused | cancelled | engine_error
+    refusal: Refusal = Refusal.NONE
+    text: str = ""
+    l_observe_s: float = NAN
+    l_transfer_s: float = NAN
+    l_queue_s: float = NAN
+    l_inference_s: float = NAN
+    l_actuate_s: float = NAN
+    l_critical_s: float = NAN
+    l_env_s: float = NAN
+    m_ctrl_s: float = NAN
+    m_cond_s: float = NAN
+    m_exhaust_s: float = NAN
+    delay_predicted_steps: int = 0
+    delay_steps: int = 0
+    execution_steps: int = 0
+    hold_steps: int = 0
+    age_s: float = NAN
+    jump: float = NAN
+    jump_ratio: float = NAN
+    frozen_error: float = NAN
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since activation."""
+
+    requests: int = 0
+    accepted: int = 0
+    refused: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    misses_cond: int = 0
+    misses_exhaust: int = 0
+    handoffs: int = 0  # with a deadline: the n of the margins
+    misses: int = 0  # of m_ctrl
+    refusals: list[int] = field(default_factory=lambda: [0] * len(Refusal))
+    last_refusal: Refusal = Refusal.NONE
+    last_refusal_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """Constants of one activation.
+
+    :param seed: noise seed of chunk k is ``seed + k``.
+    :param request_timeout_s: an unanswered request older than this is cancelled and counted.
+    :param hold_max_s: holding longer than this (with something to hold) sets the abort latch; 0 = never.
+    """
+
+    dt_s: float
+    schedule: Schedule
+    seed: int = 0
+    request_timeout_s: float = 5.0
+    hold_max_s: float = 10.0
+    window: int = 1000
+
+
+class ControlLoop:
+    """The node's control loop.
+
+    :param snapshot: (now_ros_ns, now_mono_ns) -> Observation, or raises RefusalError.
+    :param client: the engine.
+    :param player: the last writer.
+    :param mono_ns: monotonic clock.
+    :param report: called once per handoff or rejection.
+    :param clock_fault: why durations are not usable now (simulated time at another rate), or "".
+    """
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        snapshot: Callable[[int, int], Observation],
+        client: Client,
+        player: Player,
+        mono_ns: Callable[[], int],
+        report: Callable[[Timing], None],
+        clock_fault: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.player = player
+        self.counters = Counters()
+        self.margins = Window(settings.window)
+        self.inference = Window(settings.window)
+        self.settings = settings
+        self._snapshot = snapshot
+        self._client = client
+        self._mono_ns = mono_ns
+        self._report = report
+        self._clock_fault = clock_fault
+        self._request: Request | None = None
+        self._chunk_id = 0
+        self._last_consumed: int | None = None  # steps consumed at the handoff before
+        self._hold_since_ns = 0
+
+    def activate(self) -> None:
+        """Zero the counters and start a new epoch.
+
+        :raises LatchedError: the abort latch is set.
+        """
+        self.player.activate()
+        self.counters = Counters()
+        self.margins.clear()
+        self.inference.clear()
+        self._request = None
+        self._last_consumed, self._hold_since_ns = None, 0
+
+    def tick(self, now_ros_ns: int) -> None:
+        """One control tick: take the observation if one is due, play one step, then submit."""
+        now = self._mono_ns()
+        self._expire(now)
+        self.player.catch_up()  # a request is cut where the robot is now, not where it was a tick ago
+        request = self._next_request(now_ros_ns, now)
+        self.player.tick()
+        if request is not None:
+            self._client.submit(request)
+        self._watch_hold(now)
+
+    def on_events(self) -> None:
+        """Take what the engine finished. Called when the client signals, on the executor thread."""
+        for event in self._client.poll():
+            if isinstance(event, Answered):
+                self._answered(event)
+            elif isinstance(event, Failed):
+                self._failed(event)
+            elif isinstance(event, Lost):
+                self.abort(AbortCause.ENGINE_LOST, str(event.error))
+
+    def abort(self, cause: AbortCause, text: str) -> bool:
+        """Stop now. Never waits for inference. True if the latch was newly set."""
+        newly = self.player.abort(cause, text)
+        self._drop_request()
+        return newly
+
+    def stop(self) -> None:
+        """Begin the controlled stop of a deactivation."""
+        self.player.stop()
+        self._drop_request()
+
+    def rearm(self, now_ros_ns: int, *, active: bool) -> None:
+        """Clear the latch.
+
+        :raises RefusalError: the observation is not fresh (only asked for while active).
+        """
+        if active:
+            self._snapshot(now_ros_ns, self._mono_ns())
+        self.player.rearm(active=active)
+        self._drop_request()
+        self._last_consumed, self._hold_since_ns = None, 0
+
+    def flush(self) -> None:
+        """A new epoch for a new instruction: what plays and what is in flight is dropped."""
+        self.player.flush()
+        self._drop_request()
+
+    def _drop_request(self) -> None:
+        self._request = None
+        self._client.cancel(self.player.safety.epoch - 1)
+
+    def _refuse(self, error: RefusalError) -> None:
+        self.counters.refusals[error.code] += 1
+        self.counters.last_refusal = error.code
+        self.counters.last_refusal_text = str(error)
+
+    def _next_request(self, now_ros_ns: int, now: int) -> Request | None:
+        player = self.player
+        if not player.safety.may_play or not player.handoff.due:
+            return None
+        try:
+            observation = self._snapshot(now_ros_ns, now)
+        except RefusalError as error:
+            self._refuse(error)
+            return None
+        self._chunk_id += 1
+        committed = player.handoff.committed_now()
+        player.handoff = player.handoff.begin(self._chunk_id, player.safety.epoch, now)
+        flight = player.handoff.in_flight
+        assert flight is not None  # begin set it
+        steps = flight.delay_steps if committed is not None else flight.remaining_steps
+        self._request = Request(
+            epoch=flight.epoch,
+            chunk_id=flight.chunk_id,
+            observation=observation,
+            committed=committed,
+            seed=self.settings.seed + self._chunk_id,
+            remaining_ms=steps * self.settings.dt_s * 1e3,
+        )
+        self.counters.requests += 1
+        return self._request
+
+    def _expire(self, now: int) -> None:
+        """An engine that does not answer within the bound is not waited for: the robot stops and the latch says so."""
+        flight, limit = self.player.handoff.in_flight, self.settings.request_timeout_s
+        if flight is None or (now - flight.snapshot_mono_ns) * 1e-9 < limit:
+            return
+        self.counters.failed += 1
+        text = f"chunk {flight.chunk_id} was not answered within {limit} s (request_timeout_s)"
+        self._finish(flight.chunk_id, "engine_error", text=text)
+        self.abort(AbortCause.ENGINE_LOST, text)
+
+    def _finish(
+        self,
+        chunk_id: int,
+        outcome: str,
+        *,
+        refusal: Refusal = Refusal.NONE,
+        text: str = "",
+    ) -> None:
+        self.player.handoff = self.player.handoff.drop(chunk_id)
+        self._request = None
+        self._report(Timing(self.player.safety.epoch, chunk_id, outcome, refusal, text))
+
+    def _failed(self, event: Failed) -> None:
+        request = self._request
+        if request is None or event.chunk_id != request.chunk_id:
+            return
+        if event.cancelled:
+            self.counters.cancelled += 1
+            self._finish(event.chunk_id, "cancelled", text=str(event.error))
+            return
+        self.counters.failed += 1
+        code = Refusal.NONE
+        if isinstance(event.error, RefusalError):
+            code = event.error.code
+            self._refuse(event.error)
+        self._finish(
+            event.chunk_id,
+            "refused" if code else "engine_error",
+            refusal=code,
+            text=str(event.error),
+        )
+
+    def _answered(self, event: Answered) -> None:
+        request, chunk = self._request, event.chunk
+        if request is None or (chunk.epoch, chunk.chunk_id) != (
+            request.epoch,
+            request.chunk_id,
+        ):
+            return  # an answer to a request that was dropped; the client counts it
+        observation = request.observation
+        chunk = replace(
+            chunk,
+            oldest_ros_ns=observation.oldest_ros_ns,
+            newest_ros_ns=observation.newest_ros_ns,
+        )
+        try:
+            spliced = self.player.accept(chunk, self._mono_ns())
+        except RefusalError as error:
+            self.counters.refused += 1
+            self._refuse(error)
+            self._finish(chunk.chunk_id, "refused", refusal=error.code, text=str(error))
+            return
+        self._request = None
+        self._accepted(event, request, spliced)
+
+    def _accepted(self, event: Answered, request: Request, spliced: Spliced) -> None:
+        accepted, facts, timings = self._mono_ns(), spliced.facts, event.chunk.timings
+        observation = request.observation
+        observe = (observation.snapshot_mono_ns - observation.capture_mono_ns) * 1e-9
+        critical = observe + (accepted - observation.snapshot_mono_ns) * 1e-9
+        clock_fault = self._clock_fault()
+        if clock_fault:
+            facts = replace(facts, m_cond_s=NAN, m_exhaust_s=NAN)
+        margin = facts.m_cond_s if request.committed is not None else facts.m_exhaust_s
+        counters = self.counters
+        counters.accepted += 1
+        counters.misses_cond += facts.m_cond_s < 0
+        counters.misses_exhaust += facts.m_exhaust_s < 0
+        self.inference.add(timings.inference_ms * 1e-3)
+        if not math.isnan(margin):
+            counters.handoffs += 1
+            counters.misses += margin < 0
+            self.margins.add(margin)
+        consumed = self.player.handoff.consumed
+        env = (consumed - self._last_consumed) * self.settings.dt_s if self._last_consumed is not None else NAN
+        self._last_consumed = consumed
+        self._report(
+            Timing(
+                epoch=request.epoch,
+                chunk_id=request.chunk_id,
+                outcome="accepted",
+                text=clock_fault or (f"{spliced.clamped} values clamped" if spliced.clamped else ""),
+                l_observe_s=observe,
+                l_transfer_s=timings.transfer_ms * 1e-3,
+                l_queue_s=timings.queue_ms * 1e-3,
+                l_inference_s=timings.inference_ms * 1e-3,
+                l_actuate_s=(accepted - event.received_mono_ns) * 1e-9,
+                l_critical_s=critical,
+                l_env_s=env,
+                m_ctrl_s=margin,  # B_ctrl and L_critical both start at capture, so the capture cancels
+                m_cond_s=facts.m_cond_s,
+                m_exhaust_s=facts.m_exhaust_s,
+                delay_predicted_steps=facts.delay_predicted_steps,
+                delay_steps=facts.row,
+                execution_steps=facts.execution_steps,
+                hold_steps=facts.held,
+                age_s=critical,
+                jump=spliced.jump,
+                jump_ratio=spliced.jump_ratio,
+                frozen_error=facts.frozen_error,
+            )
+        )
+
+    def _watch_hold(self, now: int) -> None:
+        """Holding for too long sets the latch; a robot that was never moved may wait for ever."""
+        player, limit = self.player, self.settings.hold_max_s
+        holding = player.safety.may_play and player.handoff.remaining_steps == 0 and player.last_command is not None
+        if not holding:
+            self._hold_since_ns = 0
+        elif self._hold_since_ns == 0:
+            self._hold_since_ns = now
+        elif limit > 0 and (now - self._hold_since_ns) * 1e-9 > limit:
+            self.abort(
+                AbortCause.EXHAUSTED,
+                f"held for more than {limit} s without a new chunk",
+            )

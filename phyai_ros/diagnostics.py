@@ -1,0 +1,221 @@
+"""PolicyStatus, ChunkTiming and /diagnostics from one set of facts.
+
+DiagnosticArray is published directly: diagnostic_updater's Python Updater cannot be constructed twice on a node, and
+its frequency tasks read a clock of their own that ignores /clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from builtin_interfaces.msg import Time
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
+from phyai_policy.msg import ChunkTiming, PolicyStatus
+
+from phyai_engine.safety import Safety
+from phyai_engine.timing import Percentiles, Window, miss_upper95, mono_ns
+from phyai_engine.types import Refusal, SafetyState
+from phyai_ros.control_loop import Counters, Timing
+from phyai_ros.stream import StreamStats
+
+if TYPE_CHECKING:
+    from phyai_ros.session import Session
+
+OUTCOMES = {
+    "accepted": ChunkTiming.OUTCOME_ACCEPTED,
+    "refused": ChunkTiming.OUTCOME_REFUSED,
+    "cancelled": ChunkTiming.OUTCOME_CANCELLED,
+    "engine_error": ChunkTiming.OUTCOME_ENGINE_ERROR,
+}
+EMPTY = Window(1).percentiles()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything a status report says.
+
+    :param cameras: intake of each camera: rate and delivered fraction from stamps, drops by reason.
+    :param notes: words about the engine. :param faults: sentences that make the level ERROR.
+    """
+
+    robot_id: str
+    lifecycle_id: int
+    lifecycle_label: str
+    safety: Safety
+    placement: str = ""
+    schedule: str = ""
+    counters: Counters = field(default_factory=Counters)
+    margins: Percentiles = EMPTY
+    inference: Percentiles = EMPTY
+    jitter: Percentiles = EMPTY
+    ticks: int = 0
+    cameras: tuple[StreamStats, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+
+
+def facts(session: Session | None, safety: Safety, lifecycle_id: int, lifecycle_label: str) -> Facts:
+    """The facts of this instant; before configure only lifecycle and safety are known."""
+    if session is None:
+        return Facts("", lifecycle_id, lifecycle_label, safety)
+    loop, now = session.loop, mono_ns()
+    notes = {
+        **session.notes,
+        "heartbeat_age_ms": _ms(session.client.last_heartbeat_age_s()),
+        "margins_unusable": session.sim_rate.reason,
+        **{f"engine_{name}": str(n) for name, n in session.client.counters.items()},
+    }
+    return Facts(
+        robot_id=session.robot.robot_id,
+        lifecycle_id=lifecycle_id,
+        lifecycle_label=lifecycle_label,
+        safety=safety,
+        placement=session.params.engine,
+        schedule=session.params.schedule,
+        counters=loop.counters,
+        margins=loop.margins.percentiles(),
+        inference=loop.inference.percentiles(),
+        jitter=session.jitter.jitter(),
+        ticks=loop.player.tick_count,
+        cameras=session.buffer.camera_stats(now),
+        notes=notes,
+        faults=tuple(session.faults.values()),
+    )
+
+
+def chunk_timing(timing: Timing, robot_id: str, stamp: Time) -> ChunkTiming:
+    """The message of one handoff; field names are the same on both sides."""
+    message = ChunkTiming(robot_id=robot_id)
+    message.header.stamp = stamp
+    for item in dataclasses.fields(timing):
+        value = getattr(timing, item.name)
+        if item.name == "outcome":
+            value = OUTCOMES[value]
+        elif item.name == "refusal":
+            value = int(value)
+        setattr(message, item.name, value)
+    return message
+
+
+def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
+    """The compact status message."""
+    counters = facts.counters
+    message = PolicyStatus(
+        robot_id=facts.robot_id,
+        lifecycle_state=facts.lifecycle_id,
+        lifecycle_label=facts.lifecycle_label,
+        safety_state=int(facts.safety.state),
+        abort_cause=int(facts.safety.cause),
+        abort_text=facts.safety.text,
+        epoch=facts.safety.epoch,
+        placement=facts.placement,
+        schedule=facts.schedule,
+        last_refusal=int(counters.last_refusal),
+        last_refusal_text=counters.last_refusal_text,
+        refusals=list(counters.refusals),
+        chunks_accepted=counters.accepted,
+        chunks_refused=counters.refused,
+        requests=counters.requests,
+        misses_cond=counters.misses_cond,
+        misses_exhaust=counters.misses_exhaust,
+        handoffs=counters.handoffs,
+        miss_rate_upper95=miss_upper95(counters.misses, counters.handoffs),
+        margin_p50_s=facts.margins.p50,
+        margin_p01_s=facts.margins.p01,
+        margin_min_s=facts.margins.min,
+        inference_p50_s=facts.inference.p50,
+        inference_p99_s=facts.inference.p99,
+        tick_jitter_p99_s=facts.jitter.p99,
+        ticks=facts.ticks,
+        dropped_frames=sum(sum(c.dropped.values()) for c in facts.cameras),
+        camera_names=[c.name for c in facts.cameras],
+        camera_rates_hz=[c.rate_hz for c in facts.cameras],
+        camera_delivered=[c.delivered for c in facts.cameras],
+    )
+    message.header.stamp = stamp
+    return message
+
+
+def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArray:
+    """/diagnostics: one status for the policy, one for each camera; units in the keys."""
+    level, text = _level(facts)
+    counters = facts.counters
+    values: dict[str, object] = {
+        "lifecycle": facts.lifecycle_label,
+        "safety": facts.safety.state.name.lower(),
+        "epoch": facts.safety.epoch,
+        "abort_cause": facts.safety.cause.name.lower(),
+        "abort_text": facts.safety.text,
+        "placement": facts.placement,
+        "schedule": facts.schedule,
+        "handoffs": counters.handoffs,
+        "margin_p50_ms": _ms(facts.margins.p50),
+        "margin_p01_ms": _ms(facts.margins.p01),
+        "margin_min_ms": _ms(facts.margins.min),
+        "misses": counters.misses,
+        "miss_rate_upper95": f"{miss_upper95(counters.misses, counters.handoffs):.4g}",
+        "misses_cond": counters.misses_cond,
+        "misses_exhaust": counters.misses_exhaust,
+        "inference_p50_ms": _ms(facts.inference.p50),
+        "inference_p99_ms": _ms(facts.inference.p99),
+        "tick_jitter_p99_ms": _ms(facts.jitter.p99),
+        "requests": counters.requests,
+        "chunks_accepted": counters.accepted,
+        "chunks_refused": counters.refused,
+        "requests_failed": counters.failed,
+        "last_refusal": counters.last_refusal_text,
+        **{f"refused_{code.name.lower()}": n for code, n in zip(Refusal, counters.refusals, strict=True) if n},
+        **facts.notes,
+    }
+    array = DiagnosticArray(status=[_status(f"{node_name}: policy", facts.robot_id, level, text, values)])
+    for camera in facts.cameras:
+        silent = facts.lifecycle_label == "active" and camera.rate_hz == 0
+        array.status.append(
+            _status(
+                f"{node_name}: camera {camera.name}",
+                facts.robot_id,
+                DiagnosticStatus.WARN if silent else DiagnosticStatus.OK,
+                "no frames" if silent else "receiving",
+                {
+                    "rate_hz": f"{camera.rate_hz:.1f}",
+                    "delivered": f"{camera.delivered:.4f}",
+                    **camera.dropped,
+                },
+            )
+        )
+    array.header.stamp = stamp
+    return array
+
+
+def _level(facts: Facts) -> tuple[bytes, str]:
+    if facts.safety.latched:
+        return (
+            DiagnosticStatus.ERROR,
+            f"abort latched ({facts.safety.cause.name.lower()}): {facts.safety.text}",
+        )
+    if facts.faults:
+        return DiagnosticStatus.ERROR, "; ".join(facts.faults)
+    if facts.safety.state is SafetyState.HOLDING:
+        return (
+            DiagnosticStatus.WARN,
+            f"holding: {facts.counters.last_refusal_text or 'waiting for a chunk'}",
+        )
+    if facts.counters.misses:
+        return (
+            DiagnosticStatus.WARN,
+            f"{facts.counters.misses} of {facts.counters.handoffs} handoffs missed",
+        )
+    return DiagnosticStatus.OK, facts.safety.state.name.lower()
+
+
+def _status(name: str, hardware_id: str, level: bytes, text: str, values: Mapping[str, object]) -> DiagnosticStatus:
+    pairs = [KeyValue(key=k, value=str(v)) for k, v in values.items()]
+    return DiagnosticStatus(level=level, name=name, message=text, hardware_id=hardware_id, values=pairs)
+
+
+def _ms(seconds: float) -> str:
+    return "nan" if not math.isfinite(seconds) else f"{seconds * 1e3:.2f}"

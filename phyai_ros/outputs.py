@@ -1,0 +1,232 @@
+"""The three ways a command leaves the node: steps, a trajectory for a controller, chunks for a player elsewhere.
+
+Every output takes ``publish(topic key, message)``; the node gates it by its own state, because a LifecyclePublisher
+that is disabled drops silently and one that was never disabled keeps publishing.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from builtin_interfaces.msg import Duration, Time
+from phyai_policy.msg import ActionChunk, ActionStep
+from sensor_msgs.msg import JointState
+from std_msgs.msg import Float64MultiArray
+from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+
+from phyai_engine.config import RobotConfig
+from phyai_engine.handoff import Accepted
+from phyai_engine.safety import StopPlan
+from phyai_engine.types import F64, ActionType, Chunk
+from phyai_ros.convert import to_stamp
+from phyai_ros.player import Command
+
+Publish = Callable[[str, Any], None]
+Now = Callable[[], int]
+
+
+def to_duration(seconds: float) -> Duration:
+    """Seconds -> builtin_interfaces/Duration."""
+    ns = round(seconds * 1e9)
+    return Duration(sec=ns // 1_000_000_000, nanosec=ns % 1_000_000_000)
+
+
+def trajectory(names: list[str], values: F64, rates: F64, dt_s: float, stamp_ns: int = 0) -> JointTrajectory:
+    """A JointTrajectory that joint_trajectory_controller accepts: all joints in every point, times increase from dt.
+
+    :param values: [n, A] with n >= 1. :param rates: [n, A] unit/s; the last point comes to rest.
+    :param stamp_ns: 0 = start on receipt, else a ROS time that is not past.
+    """
+    message = JointTrajectory(joint_names=names)
+    message.header.stamp = to_stamp(stamp_ns)
+    last = len(values) - 1
+    message.points = [
+        JointTrajectoryPoint(
+            positions=values[i].tolist(),
+            velocities=(rates[i] if i < last else np.zeros_like(rates[i])).tolist(),
+            time_from_start=to_duration((i + 1) * dt_s),
+        )
+        for i in range(len(values))
+    ]
+    return message
+
+
+class StepsOutput:
+    """``~/step`` on every tick, and the robot's own command interface when the robot file names one."""
+
+    ticks = True
+
+    def __init__(self, robot: RobotConfig, publish: Publish, now_ros_ns: Now) -> None:
+        self._robot, self._publish, self._now = robot, publish, now_ros_ns
+        self._names = list(robot.action_names)
+        self._dt = to_duration(robot.dt_s)
+        self._rates = robot.kind is ActionType.JOINT_POSITION
+
+    def command(self, command: Command) -> None:
+        stamp = to_stamp(self._now())
+        message = ActionStep(
+            robot_id=self._robot.robot_id,
+            joint_names=self._names,
+            action_type=int(self._robot.kind),
+            kind=int(command.kind),
+            values=array.array("d", command.values.tolist()),
+            velocities=array.array("d", command.rates.tolist() if self._rates else []),
+            tick=command.tick,
+            epoch=command.epoch,
+            chunk_id=command.chunk_id,
+            step=command.step,
+            dt=self._dt,
+        )
+        message.header.stamp = stamp
+        self._publish("step", message)
+        if (native := self._native(command, stamp)) is not None:
+            self._publish("command", native)
+
+    def _native(self, command: Command, stamp: Time) -> Any:
+        interface = self._robot.command.interface
+        if interface == "joint_trajectory":
+            # No velocities: the controller refuses a trajectory whose last point moves, and this one has one point.
+            point = JointTrajectoryPoint(positions=command.values.tolist(), time_from_start=self._dt)
+            return JointTrajectory(joint_names=self._names, points=[point])
+        if interface == "float64_multi_array":
+            return Float64MultiArray(data=command.values.tolist())
+        if interface == "joint_state":
+            message = JointState(name=self._names)
+            message.header.stamp = stamp
+            values = command.values.tolist()
+            if self._robot.kind is ActionType.JOINT_VELOCITY:
+                message.velocity = values
+            else:
+                message.position = values
+            return message
+        return None
+
+    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
+        """Nothing to hand over: this process plays."""
+
+    def stop(self, plan: StopPlan) -> None:
+        """Nothing to hand over: the stop is published step by step."""
+
+    def consumed(self) -> int | None:
+        return None
+
+    def reset(self, consumed: int) -> None:
+        """No state between activations."""
+
+
+class TrajectoryOutput:
+    """joint_trajectory_controller plays. Consumed steps are counted from the controller's own time.
+
+    A row with absolute index c (counted from activation) begins at ``origin + (c - origin_step) * dt`` on the
+    controller's clock and is reached one dt later. A new chunk joins that grid, so no row is repeated or skipped; after
+    a pause the grid starts anew one dt from now.
+    """
+
+    ticks = False
+
+    def __init__(self, robot: RobotConfig, publish: Publish, now_ros_ns: Now) -> None:
+        if robot.kind is not ActionType.JOINT_POSITION:
+            raise ValueError(f"output trajectory needs action_type joint_position, got {robot.action_type}")
+        self._robot, self._publish, self._now = robot, publish, now_ros_ns
+        self._names = list(robot.action_names)
+        self._dt_ns = round(robot.dt_s * 1e9)
+        self._controller_ns = 0
+        self.reset(0)
+
+    def reset(self, consumed: int) -> None:
+        """Forget the grid: nothing is playing."""
+        self._origin_ns = self._origin_step = self._end_step = 0
+
+    def on_controller_state(self, stamp_ros_ns: int) -> None:
+        """The controller's newest time stamp."""
+        self._controller_ns = max(self._controller_ns, stamp_ros_ns)
+
+    def command(self, command: Command) -> None:
+        """The controller plays; no command per tick."""
+
+    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
+        now = self._now()
+        step = base_step + facts.row
+        begin = self._origin_ns + (step - self._origin_step) * self._dt_ns
+        if self._origin_ns == 0 or step >= self._end_step:
+            self._origin_ns, self._origin_step = now + self._dt_ns, step
+        elif begin < now:
+            # Rows whose time has come are played from the chunk before, which they continue.
+            step += math.ceil((now - begin) / self._dt_ns)
+        rows = chunk.actions[step - base_step :]
+        if len(rows) == 0:
+            return
+        self._end_step = base_step + len(chunk.actions)
+        rates = np.gradient(rows, self._robot.dt_s, axis=0) if len(rows) > 1 else np.zeros_like(rows)
+        start = self._origin_ns + (step - self._origin_step) * self._dt_ns
+        self._publish("trajectory", trajectory(self._names, rows, rates, self._robot.dt_s, start))
+
+    def stop(self, plan: StopPlan) -> None:
+        self._publish(
+            "trajectory",
+            trajectory(self._names, plan.values, plan.rates, self._robot.dt_s),
+        )
+        self.reset(0)
+
+    def consumed(self) -> int | None:
+        if self._origin_ns == 0 or self._controller_ns == 0:
+            return None
+        begun = (self._controller_ns - self._origin_ns) // self._dt_ns + 1
+        return min(self._end_step, self._origin_step + max(0, begun))
+
+
+class ChunksOutput:
+    """A player node beside the controller plays; it acknowledges with ChunkStatus."""
+
+    ticks = False
+
+    def __init__(self, robot: RobotConfig, publish: Publish, now_ros_ns: Now) -> None:
+        self._robot, self._publish, self._now = robot, publish, now_ros_ns
+        self._names = list(robot.action_names)
+        self._dt = to_duration(robot.dt_s)
+        self._reported: int | None = None
+        self._offset = 0  # the player's count minus ours
+
+    def reset(self, consumed: int) -> None:
+        """Join the two counts here."""
+        self._offset = (self._reported or 0) - consumed
+
+    def on_status(self, consumed_steps: int) -> None:
+        """A ChunkStatus arrived. A player that is new, or restarted, counts on from where ours stands."""
+        if self._reported is None or consumed_steps < self._reported:
+            self._offset += consumed_steps - (self._reported or 0)
+        self._reported = consumed_steps
+
+    def command(self, command: Command) -> None:
+        """The player node publishes the commands."""
+
+    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
+        message = ActionChunk(
+            robot_id=self._robot.robot_id,
+            joint_names=self._names,
+            action_type=int(self._robot.kind),
+            dt=self._dt,
+            horizon=len(chunk.actions),
+            first_valid_step=facts.row,
+            base_step=base_step + self._offset,
+            execution_horizon=facts.execution_steps,
+            actions=array.array("d", chunk.actions.ravel().tolist()),
+            epoch=chunk.epoch,
+            chunk_id=chunk.chunk_id,
+            oldest_observation=to_stamp(chunk.oldest_ros_ns),
+            newest_observation=to_stamp(chunk.newest_ros_ns),
+            predicted_margin_s=facts.m_cond_s,
+            validity=to_duration(len(chunk.actions) * self._robot.dt_s),
+        )
+        message.header.stamp = to_stamp(self._now())
+        self._publish("chunk", message)
+
+    def stop(self, plan: StopPlan) -> None:
+        """PolicyStatus carries the stop: its new epoch and safety state make the player stop at once."""
+
+    def consumed(self) -> int | None:
+        return None if self._reported is None else self._reported - self._offset

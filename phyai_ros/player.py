@@ -1,0 +1,343 @@
+"""Plays chunks: one command per control tick, the controlled stop, and nothing of an older epoch.
+
+The last writer. It owns the Handoff and the Safety value, knows the last command, and calls one output. It reads no
+clock and imports no ROS: policy_node and player_node drive it from their executor thread, the only thread that may.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from phyai_engine.config import RobotConfig
+from phyai_engine.envelope import Envelope
+from phyai_engine.errors import RefusalError
+from phyai_engine.handoff import Accepted, Handoff, HandoffSettings
+from phyai_engine.safety import Safety, StopPlan, StopPlanner
+from phyai_engine.types import F64, AbortCause, Chunk, CommandKind, Refusal, SafetyState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Command:
+    """What one tick commands. ``values``/``rates`` [A] robot units and unit/s; chunk_id and step only for ACTION."""
+
+    kind: CommandKind
+    values: F64
+    rates: F64
+    tick: int
+    epoch: int
+    chunk_id: int = 0
+    step: int = 0
+
+
+class Output(Protocol):
+    """Where the player writes. ``ticks``: this process publishes one command a tick; else a player elsewhere plays."""
+
+    @property
+    def ticks(self) -> bool: ...
+
+    def command(self, command: Command) -> None:
+        """Publish one tick's command."""
+
+    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
+        """Hand an accepted chunk to a player elsewhere."""
+
+    def stop(self, plan: StopPlan) -> None:
+        """Publish a whole stop to a player elsewhere."""
+
+    def consumed(self) -> int | None:
+        """Rows consumed as the player elsewhere reports it, on this side's count; None when it has not reported."""
+
+    def reset(self, consumed: int) -> None:
+        """Activation, re-arm or deactivation: nothing plays; counting goes on from ``consumed``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spliced:
+    """An accepted chunk: the handoff's facts and what the seam looked like.
+
+    :param jump: largest |first new row - last command|, NaN when motion starts.
+    :param jump_ratio: jump / median step-to-step change of the new chunk.
+    :param clamped: values changed by the clamp (0 unless asked for).
+    """
+
+    facts: Accepted
+    chunk_id: int
+    jump: float
+    jump_ratio: float
+    clamped: int
+
+
+class Player:
+    """One robot's player.
+
+    :param measured: returns [A] measured values of what each action drives (NaN where nothing is measured), or None.
+    :param stop_hold_steps: hold commands published after the deceleration; then the player goes quiet.
+    :param clamp: clip rows to lower..upper instead of refusing the chunk; every clip is reported.
+    """
+
+    def __init__(
+        self,
+        robot: RobotConfig,
+        settings: HandoffSettings,
+        safety: Safety,
+        output: Output,
+        measured: Callable[[], F64 | None],
+        *,
+        stop_hold_steps: int = 5,
+        clamp: bool = False,
+    ) -> None:
+        self.handoff = Handoff(settings)
+        self.safety = safety
+        self.envelope = Envelope.of(robot)
+        self.tick_count = 0
+        self._planner = StopPlanner.of(robot)
+        self._output = output
+        self._measured = measured
+        self._stop_hold_steps = stop_hold_steps
+        self._clamp = clamp
+        self._value: F64 | None = None  # last commanded, None until something was commanded in this activation
+        self._rate: F64 = np.zeros(len(robot.actions))
+        self._kept: F64 = np.zeros(len(robot.actions))  # last command of all, for values that a stop must keep
+        self._plan: StopPlan | None = None
+        self._plan_row = 0
+        self._spoken = False  # a stop was already published in this tick
+
+    @property
+    def last_command(self) -> F64 | None:
+        """[A] last commanded value; None when nothing was commanded since activation or re-arm."""
+        return self._value
+
+    @property
+    def stopping(self) -> bool:
+        """True while stop commands remain to be published."""
+        return self.safety.state is SafetyState.STOPPING
+
+    def activate(self) -> None:
+        """Start a new epoch with nothing to play.
+
+        :raises LatchedError: the abort latch is set.
+        """
+        self.safety = self.safety.activate()
+        self._forget()
+
+    def tick(self) -> Command | None:
+        """One control tick. Returns what was commanded, None when there is nothing to command."""
+        self.tick_count += 1
+        if self._spoken:  # the stop of the abort path was this tick's command
+            self._spoken = False
+            return None
+        if self.stopping:
+            return self._stop_step(self.tick_count)
+        if not self.safety.may_play:
+            return None
+        if not self._output.ticks:
+            self._follow()
+            return None
+        row = self.handoff.peek()
+        if row is None:
+            return self._hold_step()
+        playing = self.handoff.playing
+        assert playing is not None  # peek returned one of its rows
+        rate = np.zeros_like(row) if self._value is None else (row - self._value) / self._planner.dt_s
+        command = Command(
+            CommandKind.ACTION,
+            row,
+            rate,
+            self.tick_count,
+            playing.epoch,
+            playing.chunk_id,
+            playing.next_row,
+        )
+        self.handoff = self.handoff.advance()
+        self.safety = self.safety.playing(True)
+        self._plan = None
+        return self._say(command)
+
+    def accept(self, chunk: Chunk, now_mono_ns: int) -> Spliced:
+        """Check a chunk and splice it in; a refused chunk leaves what is playing untouched.
+
+        :raises RefusalError: wrong epoch, exhausted, malformed, not finite, or out of the envelope.
+        """
+        try:
+            if chunk.epoch != self.safety.epoch or not self.safety.may_play:
+                raise RefusalError(
+                    Refusal.WRONG_EPOCH,
+                    "the chunk belongs to another epoch",
+                    got=chunk.epoch,
+                    wanted=f"{self.safety.epoch} ({self.safety.state.name.lower()})",
+                )
+            row = self.handoff.row_for(chunk)
+            clamped = 0
+            if self._clamp:
+                actions, clamped = self.envelope.clamp(chunk.actions)
+                chunk = replace(chunk, actions=actions)
+            measured = self._measured() if self._value is None else None
+            self.envelope.check(
+                chunk.actions,
+                first_row=row,
+                last_command=self._value,
+                measured=measured,
+            )
+        except RefusalError:
+            self.handoff = self.handoff.drop(chunk.chunk_id)
+            raise
+        flight = self.handoff.in_flight
+        assert flight is not None  # row_for refuses otherwise
+        self.handoff, facts = self.handoff.accept(chunk, now_mono_ns)
+        self._output.chunk(chunk, flight.consumed_at, facts)
+        jump = ratio = float("nan")
+        if self._value is not None:
+            jump = float(np.abs(chunk.actions[row] - self._value).max())
+            within = np.abs(np.diff(chunk.actions, axis=0)).max(axis=1)
+            typical = float(np.median(within)) if len(within) else 0.0
+            ratio = jump / typical if typical > 0 else float("nan")
+        return Spliced(facts, chunk.chunk_id, jump, ratio, clamped)
+
+    def abort(self, cause: AbortCause, text: str) -> bool:
+        """Latch, start a new epoch and publish the first stop command at once. True if the latch was newly set."""
+        if self.safety.latched:
+            return False
+        already_stopping = self.stopping
+        playing = self.safety.may_play
+        self.safety = self.safety.abort(cause, text)
+        self.handoff = self.handoff.cleared()
+        if playing:
+            self._begin_stop()
+        elif not already_stopping:
+            self.safety = self.safety.stopped()
+        return True
+
+    def stop(self) -> None:
+        """A controlled stop without latch, for deactivation. Publishes its first command at once."""
+        if self.safety.may_play:
+            self.safety = self.safety.stop()
+            self.handoff = self.handoff.cleared()
+            self._begin_stop()
+
+    def finish_stop(self) -> None:
+        """Publish what remains of a stop, paced by the control period. Bounded by the stop plan."""
+        while self.stopping:
+            time.sleep(self._planner.dt_s)
+            self.tick()
+
+    def rearm(self, *, active: bool) -> None:
+        """Clear the latch in a new epoch; motion starts from the measured pose."""
+        self.safety = self.safety.rearm(active=active)
+        self._forget()
+
+    def deactivate(self) -> None:
+        """-> IDLE. Call :meth:`stop` first and tick until it is over."""
+        self.safety = self.safety.deactivate()
+        self._forget()
+
+    def flush(self) -> None:
+        """Drop what plays and what is in flight in a new epoch; the robot holds until the next chunk."""
+        self.safety = self.safety.flush()
+        self.handoff = self.handoff.cleared()
+
+    def follow(self, epoch: int, playing: bool) -> None:
+        """Obey the policy node this player belongs to: its newer epoch, and whether its robot may move in it.
+
+        A newer epoch in which the robot may move comes only from an activation, a re-arm or a flush, all of them
+        asked for by a person, so it also clears this player's latch.
+        """
+        if epoch <= self.safety.epoch and playing:
+            return
+        if not playing:
+            self.stop()
+        elif self.safety.may_play:
+            self.flush()
+        else:
+            self.rearm(active=True)
+        self.safety = replace(self.safety, epoch=max(epoch, self.safety.epoch))
+
+    def catch_up(self) -> None:
+        """Take over what a player elsewhere has reported since; nothing to do where this process plays."""
+        consumed = self._output.consumed()
+        if consumed is None:
+            return
+        before = self.handoff.consumed
+        self.handoff = self.handoff.advance_to(consumed)
+        playing = self.handoff.playing
+        if playing is not None and playing.next_row > playing.first_row:
+            value = playing.actions[playing.next_row - 1]
+            if self._value is not None and self.handoff.consumed > before:
+                steps = self.handoff.consumed - before
+                self._rate = (value - self._value) / (steps * self._planner.dt_s)
+            self._value = value
+
+    def _forget(self) -> None:
+        self.handoff = self.handoff.cleared()
+        self._output.reset(self.handoff.consumed)
+        self._value = None
+        self._rate = np.zeros_like(self._rate)
+        self._plan = None
+        self._spoken = False
+
+    def _follow(self) -> None:
+        """One tick of a player elsewhere."""
+        self.catch_up()
+        if self.handoff.peek() is None:
+            self.handoff = self.handoff.advance()  # counts a held tick
+        self.safety = self.safety.playing(self.handoff.remaining_steps > 0)
+
+    def _hold_step(self) -> Command | None:
+        """The chunk ran out: come to rest, then hold. Before the first chunk the robot's own controller holds."""
+        self.handoff = self.handoff.advance()
+        self.safety = self.safety.playing(False)
+        if self._value is None:
+            return None
+        if self._plan is None:
+            self._plan, self._plan_row = self._planner.plan(self._value, self._rate), 0
+        return self._say(self._plan_step(CommandKind.HOLD, self._value, self.tick_count))
+
+    def _begin_stop(self) -> None:
+        value, rate = self._value, self._rate
+        if value is None:  # nothing was commanded yet: hold where the robot is, latched once
+            value, rate = self._measured(), np.zeros_like(self._rate)
+        if value is None or np.isnan(value).any():
+            if self._planner.needs_value:
+                self.safety = self.safety.stopped()  # never commanded and never measured: there is nothing to stop
+                return
+            value = self._kept
+        self._plan, self._plan_row = self._planner.plan(value, rate), 0
+        self._value = value
+        if self._output.ticks:
+            # Published between two ticks, it is the command of the coming one, which then says nothing.
+            self._stop_step(self.tick_count + 1)
+            self._spoken = True
+        else:
+            self._output.stop(self._plan)
+            self.safety = self.safety.stopped()
+
+    def _stop_step(self, tick: int) -> Command:
+        assert self._plan is not None
+        assert self._value is not None
+        command = self._say(self._plan_step(CommandKind.STOP, self._value, tick))
+        if self._plan_row >= len(self._plan) + self._stop_hold_steps:
+            self.safety = self.safety.stopped()
+        return command
+
+    def _plan_step(self, kind: CommandKind, value: F64, tick: int) -> Command:
+        """The next command of the plan: its rows, then rest."""
+        plan = self._plan
+        assert plan is not None
+        if self._plan_row < len(plan):
+            values: F64 = plan.values[self._plan_row]
+            rates: F64 = plan.rates[self._plan_row]
+        else:
+            values = self._planner.held(value)
+            rates = np.zeros_like(value)
+        self._plan_row += 1
+        return Command(kind, values, rates, tick, self.safety.epoch)
+
+    def _say(self, command: Command) -> Command:
+        self._value = self._kept = command.values
+        self._rate = command.rates
+        self._output.command(command)
+        return command

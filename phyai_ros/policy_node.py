@@ -1,0 +1,334 @@
+"""The lifecycle node: transitions, services, reports.
+
+configure loads the engine and warms it up (this node's services wait meanwhile; nothing moves before activate),
+activate takes milliseconds, deactivate stops the robot before publishers are disabled, and ``~/abort`` works in every
+state. All callbacks run on one SingleThreadedExecutor thread; inference runs elsewhere, behind EngineClient.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from diagnostic_msgs.msg import DiagnosticArray
+from phyai_policy.msg import PolicyStatus
+from rclpy.clock import Clock
+from rclpy.clock_type import ClockType
+from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
+from rclpy.qos import QoSProfile
+from std_srvs.srv import Trigger
+
+from phyai_engine.errors import PhyaiError, RefusalError
+from phyai_engine.safety import Safety
+from phyai_engine.timing import mono_ns
+from phyai_engine.types import AbortCause
+from phyai_ros import diagnostics, parameters
+from phyai_ros.session import LATCHED_QOS, Session
+from phyai_ros.spin import StopFlag, run
+
+SUCCESS, FAILURE, ERROR = (
+    TransitionCallbackReturn.SUCCESS,
+    TransitionCallbackReturn.FAILURE,
+    TransitionCallbackReturn.ERROR,
+)
+
+
+class PolicyNode(LifecycleNode):
+    """Drives one robot with one policy.
+
+    :param stop_flag: true once the process was asked to end; a configure in progress then gives up.
+    """
+
+    def __init__(
+        self,
+        stop_flag: StopFlag | None = None,
+        *,
+        name: str = "policy_node",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(name, **kwargs)
+        for problem in parameters.declare(self):
+            self.get_logger().warning(problem)
+        self._flag = stop_flag if stop_flag is not None else StopFlag()
+        # The epoch starts at wall-clock ns: a restarted node can never reuse a number of its former life.
+        self._idle_safety = Safety(epoch=time.time_ns())
+        self._session: Session | None = None
+        self._last_error = ""
+        self._diagnostics_due_ns = 0
+        self._status = self.create_publisher(PolicyStatus, "~/status", LATCHED_QOS)
+        self._diagnostics = self.create_publisher(DiagnosticArray, "/diagnostics", QoSProfile(depth=1))
+        self.create_service(Trigger, "~/abort", self._guarded(self._on_abort))
+        self.create_service(Trigger, "~/rearm", self._guarded(self._on_rearm))
+        parameters.watch(
+            self,
+            lambda: None if self._session is None else self._session.params,
+            self._apply,
+        )
+        self._diagnostics_period_ns = round(1e9 / self.get_parameter("diagnostics_rate_hz").value)
+        period = 1.0 / self.get_parameter("status_rate_hz").value
+        self.create_timer(
+            period,
+            self._guarded(self._report),
+            clock=Clock(clock_type=ClockType.STEADY_TIME),
+        )
+        self._report()
+
+    # ---- transitions ----------------------------------------------------------------------------------------------
+
+    def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
+        def configure() -> None:
+            self._session = Session(
+                self,
+                self._idle_safety,
+                guard=self._guarded,
+                give_up=lambda: bool(self._flag),
+                on_engine=self._on_engine,
+                abort=self._abort,
+                on_instruction=self._set_instruction,
+            )
+
+        return self._transition("configure", configure)
+
+    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        def activate() -> None:
+            super(PolicyNode, self).on_activate(state)
+            self._configured().activate(self._on_tick)
+
+        return self._transition("activate", activate)
+
+    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        def deactivate() -> None:
+            self._stop_robot()
+            super(PolicyNode, self).on_deactivate(state)
+
+        return self._transition("deactivate", deactivate)
+
+    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
+        return self._transition("cleanup", self._release)
+
+    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
+        def shutdown() -> None:
+            self._stop_robot()
+            self._release()
+
+        return self._transition("shutdown", shutdown)
+
+    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Back to unconfigured with everything released; finalized would be a dead node."""
+        self.get_logger().error(f"error processing after: {self._last_error}")
+        return self._transition("error processing", self._release)
+
+    def _transition(self, name: str, work: Callable[[], None]) -> TransitionCallbackReturn:
+        """Run one transition; rclpy swallows exceptions of transition callbacks, so they are logged here.
+
+        A PhyaiError is the user's to mend: FAILURE, the node stays in the state before. Anything else: ERROR, after a
+        stop, and on_error releases everything.
+        """
+        began = mono_ns()
+        try:
+            work()
+        except PhyaiError as error:
+            self._last_error = f"{name}: {error}"
+            self.get_logger().error(self._last_error)
+            if self._session is not None:
+                self._session.disable()
+            result = FAILURE
+        except Exception as error:
+            self._last_error = f"{name}: {error!r}"
+            self.get_logger().error(f"{name} raised:\n{traceback.format_exc()}")
+            self._abort(AbortCause.EXCEPTION, self._last_error)
+            if self._session is not None:
+                self._session.disable()
+            result = ERROR
+        else:
+            self.get_logger().info(f"{name} took {(mono_ns() - began) * 1e-6:.1f} ms")
+            result = SUCCESS
+        self._report()
+        return result
+
+    def _configured(self) -> Session:
+        if self._session is None:
+            raise PhyaiError("the node is not configured", do="Call configure first.")
+        return self._session
+
+    def _stop_robot(self) -> None:
+        """The whole controlled stop, paced by the control period, then silence. Bounded by the stop plan."""
+        session = self._session
+        if session is None:
+            return
+        session.loop.stop()
+        session.loop.player.finish_stop()
+        session.disable()
+        session.loop.player.deactivate()
+        session.buffer.clear()
+
+    def _release(self) -> None:
+        """Free the session; the epoch and the latch stay. Idempotent."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        session.disable()
+        session.loop.player.deactivate()
+        self._idle_safety = session.loop.player.safety
+        session.close()
+
+    # ---- callbacks ------------------------------------------------------------------------------------------------
+
+    def _guarded(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a callback: an exception stops the robot and latches; rclpy would end the process without a stop."""
+
+        @wraps(callback)
+        def call(*args: Any) -> Any:
+            try:
+                return callback(*args)
+            except Exception as error:
+                if not self.on_spin_error(error):
+                    raise
+                return args[-1] if args else None  # a service callback must return its response
+
+        return call
+
+    def _on_tick(self) -> None:
+        session = self._session
+        if session is None or not session.publishing:
+            return
+        now = mono_ns()
+        session.jitter.tick(now)
+        now_ros = session.now_ros_ns()
+        session.sim_rate.add(now_ros, now)
+        self._watching_the_latch(lambda: session.loop.tick(now_ros))
+
+    def _on_engine(self) -> None:
+        if self._session is not None:
+            self._watching_the_latch(self._session.loop.on_events)
+
+    def _watching_the_latch(self, step: Callable[[], None]) -> None:
+        """Run a step of the loop and announce at once when it set the latch."""
+        latched = self._safety().latched
+        step()
+        if self._safety().latched and not latched:
+            self._announce_abort()
+
+    def _on_abort(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        newly = self._abort(AbortCause.SERVICE, "~/abort was called")
+        state = self._safety().state.name.lower()
+        response.success = True
+        response.message = f"abort latched, stop sent, now {state}" if newly else f"already latched, now {state}"
+        return response
+
+    def _on_rearm(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        session, safety = self._session, self._safety()
+        if not safety.latched:
+            response.message = "the abort latch is not set"
+        elif session is None:
+            self._idle_safety = safety.rearm(active=False)
+            response.success = True
+        elif session.loop.player.stopping:
+            response.message = "the stop is still being published: call again"
+        elif not session.client.alive:
+            response.message = "the engine is gone: deactivate, cleanup and configure again"
+        else:
+            try:
+                session.loop.rearm(session.now_ros_ns(), active=session.publishing)
+                response.success = True
+            except RefusalError as error:
+                response.message = f"no fresh observation: {error}"
+        if response.success:
+            response.message = f"re-armed, epoch {self._safety().epoch}"
+            self._report()
+        return response
+
+    def _set_instruction(self, text: str) -> None:
+        session = self._session
+        if session is None:
+            return
+        session.buffer.set_instruction(text)
+        if session.params.instruction_change == "flush" and session.publishing:
+            session.loop.flush()
+
+    def _apply(self, params: parameters.NodeParameters) -> None:
+        session = self._configured()
+        changed = params.instruction != session.params.instruction
+        session.apply(params)
+        if changed:
+            self._set_instruction(params.instruction)
+
+    # ---- the stop -------------------------------------------------------------------------------------------------
+
+    def _safety(self) -> Safety:
+        return self._idle_safety if self._session is None else self._session.loop.player.safety
+
+    def _abort(self, cause: AbortCause, text: str) -> bool:
+        """Stop from any state. The stop is published before anything else happens. True if newly latched."""
+        session = self._session
+        if session is None:
+            newly = not self._idle_safety.latched
+            self._idle_safety = self._idle_safety.abort(cause, text)
+        else:
+            newly = session.loop.abort(cause, text)
+            if cause is AbortCause.CLOCK_JUMP:
+                session.buffer.clear()
+        if newly:
+            self._announce_abort()
+        return newly
+
+    def _announce_abort(self) -> None:
+        safety = self._safety()
+        self._diagnostics_due_ns = 0
+        self._report()
+        self.get_logger().error(f"abort latched ({safety.cause.name.lower()}): {safety.text}")
+
+    def on_signal(self, name: str) -> None:
+        """SIGINT or SIGTERM: stop the robot over the living context."""
+        if self._session is not None and self._session.publishing:
+            self._abort(AbortCause.SIGNAL, f"{name} received")
+            self._session.loop.player.finish_stop()
+
+    def on_spin_error(self, error: Exception) -> bool:
+        """A callback raised: controlled stop and latch; go on unless the parameter on_exception says exit."""
+        self.get_logger().error("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        self._abort(AbortCause.EXCEPTION, repr(error))
+        return self._session is None or self._session.params.on_exception == "latch"
+
+    def close(self) -> None:
+        """Release everything, from any state."""
+        self._release()
+
+    # ---- reports --------------------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        facts, stamp = self._facts(), self.get_clock().now().to_msg()
+        self._status.publish(diagnostics.policy_status(facts, stamp))
+        now = mono_ns()
+        if now >= self._diagnostics_due_ns:
+            self._diagnostics_due_ns = now + self._diagnostics_period_ns
+            self._diagnostics.publish(diagnostics.diagnostic_array(facts, self.get_fully_qualified_name(), stamp))
+
+    def _facts(self) -> diagnostics.Facts:
+        state_id, label = self._state_machine.current_state
+        return diagnostics.facts(self._session, self._safety(), state_id, label)
+
+    def _LifecycleNodeMixin__on_change_state(self, request: Any, response: Any) -> Any:
+        """Answer an invalid transition with success=False; rclpy 7 raises out of the service and ends the node."""
+        possible = {label: number for number, label, *_ in self._state_machine.available_transitions}
+        asked = request.transition
+        if asked.label not in possible if asked.label else asked.id not in possible.values():
+            self.get_logger().warning(
+                f"transition {asked.label or asked.id} refused in state {self._state_machine.current_state[1]}, "
+                f"possible: {', '.join(sorted(possible))}"
+            )
+            response.success = False
+            return response
+        return super()._LifecycleNodeMixin__on_change_state(request, response)  # type: ignore[misc]
+
+
+def main(args: list[str] | None = None) -> int:
+    """Entry point of the executable ``policy_node``."""
+    return run(PolicyNode, args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

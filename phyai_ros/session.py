@@ -1,0 +1,294 @@
+"""Everything of the policy node that lives from configure to cleanup.
+
+Opening may fail at any line; whatever was made until then is released in reverse order, so that a failed configure
+leaves nothing behind and a hundred cycles leak nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus, ChunkTiming
+from rclpy.clock import Clock, JumpThreshold, TimeJump
+from rclpy.clock_type import ClockType
+from rclpy.duration import Duration
+from rclpy.lifecycle import LifecycleNode
+from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from sensor_msgs.msg import JointState
+from std_msgs.msg import Float64MultiArray
+from trajectory_msgs.msg import JointTrajectory
+
+from phyai_engine.config import load_model, load_robot, resolve
+from phyai_engine.handoff import HandoffSettings
+from phyai_engine.safety import Safety
+from phyai_engine.serve.client import EngineClient, EngineHello
+from phyai_engine.timing import SimRate, TickMeter, mono_ns
+from phyai_engine.types import F64, AbortCause, ActionType, SafetyState, Schedule
+from phyai_ros import parameters
+from phyai_ros.control_loop import ControlLoop, LoopSettings, Timing
+from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
+from phyai_ros.diagnostics import chunk_timing
+from phyai_ros.inputs import SENSOR_QOS, Guard, Inputs
+from phyai_ros.observation_buffer import ObservationBuffer
+from phyai_ros.outputs import ChunksOutput, StepsOutput, TrajectoryOutput
+from phyai_ros.player import Output, Player
+
+COMMAND_QOS = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE)  # never transient_local: no old motion
+LATCHED_QOS = QoSProfile(
+    depth=1,
+    reliability=ReliabilityPolicy.RELIABLE,
+    durability=DurabilityPolicy.TRANSIENT_LOCAL,
+)
+COMMAND_TYPES = {
+    "joint_trajectory": JointTrajectory,
+    "float64_multi_array": Float64MultiArray,
+    "joint_state": JointState,
+}
+OUTPUTS: dict[str, type[Any]] = {
+    "steps": StepsOutput,
+    "trajectory": TrajectoryOutput,
+    "chunks": ChunksOutput,
+}
+
+
+class Session:
+    """One configuration: robot, engine, buffer, player, publishers and subscriptions.
+
+    :param safety: epoch and latch, which outlive a session; read back from ``player.safety``.
+    :param guard: wraps every callback. :param give_up: true when the process was told to end while the engine starts.
+    :param on_engine: called on the executor thread after the engine finished something.
+    :param abort: stops the robot and latches, for the cause found here.
+    :raises PhyaiError: a file, a parameter or the engine is wrong; everything is released.
+    """
+
+    def __init__(
+        self,
+        node: LifecycleNode,
+        safety: Safety,
+        *,
+        guard: Guard,
+        give_up: Callable[[], bool],
+        on_engine: Callable[[], None],
+        abort: Callable[[AbortCause, str], object],
+        on_instruction: Callable[[str], None],
+    ) -> None:
+        self.publishing = False
+        self._node, self._guard, self._abort = node, guard, abort
+        self._publishers: dict[str, Any] = {}
+        self._stack = ExitStack()
+        self._tick_timer: Any = None
+        try:
+            self._open(safety, give_up, on_engine, on_instruction)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        self.disable()
+        self._stack.close()
+
+    def activate(self, on_tick: Callable[[], None]) -> None:
+        """Start a new epoch and the control tick.
+
+        :raises LatchedError: the abort latch is set.
+        """
+        self.buffer.clear()
+        self.loop.activate()
+        self.jitter.reset()
+        self.publishing = True
+        # Under simulated time the tick follows /clock like the robot does; the abort path needs no timer.
+        clock = self._node.get_clock() if self._simulated else Clock(clock_type=ClockType.STEADY_TIME)
+        self._tick_timer = self._node.create_timer(self.robot.dt_s, self._guard(on_tick), clock=clock)
+
+    def disable(self) -> None:
+        """No publisher speaks and no tick runs. Done by hand: rclpy leaves publishers enabled in on_error."""
+        self.publishing = False
+        if self._tick_timer is not None:
+            self._node.destroy_timer(self._tick_timer)
+            self._tick_timer = None
+
+    def publish(self, key: str, message: Any) -> None:
+        """The one publish path: nothing leaves while the node is not active."""
+        if self.publishing:
+            self._publishers[key].publish(message)
+
+    def apply(self, params: parameters.NodeParameters) -> None:
+        """Take over the parameters that may change while configured."""
+        self.params = params
+        self.loop.settings = replace(self.loop.settings, hold_max_s=params.max_hold_s)
+
+    def now_ros_ns(self) -> int:
+        """The node's ROS time."""
+        return int(self._node.get_clock().now().nanoseconds)
+
+    def measured(self) -> F64:
+        """[A] newest measured value of what each action drives, NaN where nothing fresh is measured."""
+        state = self.buffer.newest_state(mono_ns())
+        return np.where(self._driven < 0, np.nan, state[self._driven])
+
+    def _open(
+        self,
+        safety: Safety,
+        give_up: Callable[[], bool],
+        on_engine: Callable[[], None],
+        on_instruction: Callable[[str], None],
+    ) -> None:
+        node = self._node
+        self.params = params = parameters.read(node)
+        self.robot = robot = load_robot(resolve("robots", params.robot))
+        model = load_model(resolve("models", params.model))
+        self._driven = robot.state_index()
+        self._simulated = bool(node.get_parameter("use_sim_time").value)
+        self.sim_rate = SimRate(self._simulated)
+        self.jitter = TickMeter(robot.dt_s)
+        decode, why = choose_decoder(params.decoder)
+        self.buffer = ObservationBuffer(
+            robot,
+            accept_unstamped=params.accept_unstamped,
+            frozen_frames=params.frozen_frames,
+        )
+        self.buffer.set_instruction(params.instruction)
+        signal = node.create_guard_condition(self._guard(on_engine))
+        self._stack.callback(node.destroy_guard_condition, signal)
+        self.client = EngineClient(
+            robot,
+            model,
+            params.engine,  # type: ignore[arg-type]  # its choices are checked by the table
+            on_event=signal.trigger,
+            start_timeout_s=params.engine_start_timeout_s,
+            heartbeat_timeout_s=params.engine_heartbeat_s,
+            threads=params.engine_threads,
+            warm_up_count=params.warm_up_count,
+        )
+        self._stack.callback(self.client.stop)
+        log = node.get_logger()
+        hello = self.client.start(lambda phase: log.info(f"engine: {phase}"), give_up=give_up)
+        params.check_against(hello.horizon, robot.dt_s)
+        warm_up = ", ".join(f"{t:.1f}" for t in hello.warm_up_ms)
+        self.notes = {"decoder": why, "model": hello.note, "warm_up_ms": warm_up}
+        log.info(f"engine ready ({params.engine}): {hello.note}; warm-up {warm_up} ms; {why}")
+        self._make_publishers(hello.horizon)
+        output = self._make_output()
+        self._make_loop(safety, hello, output)
+        inputs = Inputs(
+            node,
+            robot,
+            self.buffer,
+            decode,
+            guard=self._guard,
+            active=lambda: self.publishing,
+            on_instruction=on_instruction,
+            on_jump=partial(self._abort, AbortCause.CLOCK_JUMP),
+        )
+        self.faults = inputs.faults
+        self._stack.callback(inputs.destroy)
+        # The handle must stay alive: the callback dies with it.
+        threshold = JumpThreshold(
+            min_forward=None,
+            min_backward=Duration(nanoseconds=-1),
+            on_clock_change=True,
+        )
+        jumps = node.get_clock().create_jump_callback(threshold, post_callback=self._jumped)
+        self._stack.callback(jumps.unregister)
+
+    def _jumped(self, jump: TimeJump) -> None:
+        reason = f"the ROS clock jumped by {jump.delta.nanoseconds * 1e-9:.3f} s"
+        self._guard(partial(self._abort, AbortCause.CLOCK_JUMP, reason))()
+
+    def _make_publishers(self, horizon: int) -> None:
+        robot = self.robot
+        wanted: dict[str, tuple[type[Any], str]] = {"timing": (ChunkTiming, "~/timing")}
+        if self.params.output == "steps":
+            wanted["step"] = (ActionStep, "~/step")
+            if robot.command.interface != "none":
+                wanted["command"] = (
+                    COMMAND_TYPES[robot.command.interface],
+                    robot.command.topic,
+                )
+        elif self.params.output == "trajectory":
+            wanted["trajectory"] = (JointTrajectory, robot.trajectory_topic)
+        else:
+            wanted["chunk"] = (ActionChunk, "~/chunk")
+        for key, (kind, topic) in wanted.items():
+            qos = QoSProfile(depth=10) if key == "timing" else COMMAND_QOS
+            if key == "chunk":  # a chunk that was not delivered while it is valid must never be
+                qos = QoSProfile(
+                    depth=1, reliability=ReliabilityPolicy.RELIABLE, lifespan=Duration(seconds=horizon * robot.dt_s)
+                )
+            publisher = self._node.create_lifecycle_publisher(kind, topic, qos)
+            self._publishers[key] = publisher
+            self._stack.callback(self._node.destroy_lifecycle_publisher, publisher)
+
+    def _make_output(self) -> Output:
+        output: Output = OUTPUTS[self.params.output](self.robot, self.publish, self.now_ros_ns)
+        if isinstance(output, TrajectoryOutput):
+            follow = output.on_controller_state
+            kind = controller_state_type()
+            self._listen(kind, self.robot.controller_state_topic, lambda m: follow(stamp_ns(m.header.stamp)))
+        elif isinstance(output, ChunksOutput):
+            self._listen(ChunkStatus, "~/chunk_status", partial(self._acknowledged, output))
+        return output
+
+    def _acknowledged(self, output: ChunksOutput, message: ChunkStatus) -> None:
+        output.on_status(message.consumed_steps)
+        if message.safety_state == SafetyState.LATCHED and message.epoch > self.loop.player.safety.epoch:
+            self._abort(AbortCause.SERVICE, message.text or "the player node latched")
+
+    def _listen(self, kind: type[Any], topic: str, callback: Callable[[Any], None]) -> None:
+        subscription = self._node.create_subscription(kind, topic, self._guard(callback), SENSOR_QOS)
+        self._stack.callback(self._node.destroy_subscription, subscription)
+
+    def _make_loop(self, safety: Safety, hello: EngineHello, output: Output) -> None:
+        params, robot, horizon = self.params, self.robot, hello.horizon
+        schedule = Schedule(params.schedule)
+        settings = HandoffSettings(
+            schedule=schedule,
+            horizon=horizon,
+            execution_steps=params.execution_horizon or max(1, horizon // 2),
+            dt_s=robot.dt_s,
+            delay_init_steps=params.delay_init_steps or _warm_delay(hello, robot.dt_s),
+            delay_window=params.delay_window,
+        )
+        player = Player(
+            robot,
+            settings,
+            safety,
+            output,
+            self.measured if robot.kind is ActionType.JOINT_POSITION else lambda: None,
+            stop_hold_steps=params.stop_hold_steps,
+            clamp=params.envelope == "clamp",
+        )
+        self.loop = ControlLoop(
+            LoopSettings(
+                dt_s=robot.dt_s,
+                schedule=schedule,
+                seed=params.seed,
+                request_timeout_s=params.request_timeout_s,
+                hold_max_s=params.max_hold_s,
+            ),
+            self.buffer.snapshot,
+            self.client,
+            player,
+            mono_ns,
+            self._report,
+            lambda: self.sim_rate.reason,
+        )
+
+    def _report(self, timing: Timing) -> None:
+        self.publish(
+            "timing",
+            chunk_timing(timing, self.robot.robot_id, to_stamp(self.now_ros_ns())),
+        )
+
+
+def _warm_delay(hello: EngineHello, dt_s: float) -> int:
+    """Steps the median warm-up inference takes, and one more for what lies outside the model; at most half a chunk."""
+    steps = math.ceil(float(np.median(hello.warm_up_ms)) * 1e-3 / dt_s) + 1
+    return min(steps, hello.horizon // 2)

@@ -1,0 +1,110 @@
+"""Run one node with its own signal handling, so that a stop can still be published after Ctrl-C.
+
+rclpy's default handler shuts the context down before any user code runs (rclpy issue 1287); here SIGINT and SIGTERM
+only set a flag, the node stops the robot over a living context, and then everything is torn down.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol, runtime_checkable
+
+import rclpy
+from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
+from rclpy.node import Node
+from rclpy.signals import SignalHandlerOptions
+
+
+@runtime_checkable
+class Stoppable(Protocol):
+    """What :func:`run` needs of a node beside rclpy's."""
+
+    def on_signal(self, name: str) -> None:
+        """Stop the robot; returns when the stop has been published, within a bound."""
+
+    def on_spin_error(self, error: Exception) -> bool:
+        """An exception left a callback. True to go on spinning."""
+
+    def close(self) -> None:
+        """Release everything, within a bound."""
+
+
+FLUSH_S = 0.2  # time given to the middleware to deliver the stop
+JOIN_S = 3.0  # threads that have not ended by then are abandoned and the process exits hard
+
+
+class StopFlag:
+    """Set by SIGINT or SIGTERM. Long calls (a model load in configure) look at it between waits."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def catch(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.name = signal.Signals(number).name
+
+
+def run(make: Callable[[StopFlag], Node], args: list[str] | None = None) -> int:
+    """Spin ``make(flag)`` until a signal, stop the robot, shut down. Returns the exit code: 0 after a signal."""
+    flag = StopFlag()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, flag.catch)
+    rclpy.init(args=args, signal_handler_options=SignalHandlerOptions.NO)
+    executor = SingleThreadedExecutor()
+    code = 0
+    node = make(flag)
+    if not isinstance(node, Stoppable):
+        raise TypeError(f"{type(node).__name__} does not implement Stoppable")
+    executor.add_node(node)
+    try:
+        while not flag and rclpy.ok() and code == 0:
+            code = 0 if _turn(executor, node, 0.1) else 1
+        node.on_signal(flag.name or "shutdown")
+        until = time.monotonic() + FLUSH_S
+        while rclpy.ok() and time.monotonic() < until:
+            _turn(executor, node, 0.02)
+    finally:
+        node.close()
+        executor.shutdown(timeout_sec=1.0)
+        node.destroy_node()
+        rclpy.try_shutdown()
+    _leave(code)
+    return code
+
+
+def _turn(executor: SingleThreadedExecutor, node: Stoppable, timeout_s: float) -> bool:
+    """One callback; an exception that leaves it stops the robot. False when the node wants to end."""
+    try:
+        executor.spin_once(timeout_sec=timeout_s)
+    except ExternalShutdownException:
+        return False
+    except Exception as error:
+        traceback.print_exc()
+        return node.on_spin_error(error)
+    return True
+
+
+def _leave(code: int) -> None:
+    """Join what can be joined; a thread stuck inside a library would abort a normal exit, so leave hard then."""
+    until = time.monotonic() + JOIN_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, until - time.monotonic()))
+    stuck = [t.name for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    if stuck:
+        print(
+            f"leaving with threads still running: {', '.join(stuck)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(code)

@@ -1,0 +1,58 @@
+"""A table of evidence: printed, and appended to LOG.md when asked with --log."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+LOG = Path(__file__).resolve().parents[2] / "LOG.md"
+
+
+def host() -> str:
+    """Processor and cores in words."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {os.cpu_count()} cores, {os.environ.get('ROS_DISTRO', 'ros')}, Python {platform.python_version()}"
+
+
+def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse with the flag every proof has."""
+    parser.add_argument("--log", action="store_true", help="append the table to LOG.md")
+    return parser.parse_args()
+
+
+def conclude(title: str, rows: Sequence[tuple[str, str, bool | None]], *, log: bool) -> int:
+    """Print what was measured; (what, figure, held or None where nothing is claimed). Returns the exit code."""
+    table = Table(title=title)
+    for column in ("what", "measured", "held"):
+        table.add_column(column)
+    for what, figure, held in rows:
+        table.add_row(what, figure, {True: "yes", False: "NO", None: ""}[held])
+    Console().print(table)
+    if log:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=LOG.parent,
+            check=False,
+        ).stdout.strip()
+        lines = [
+            f"\n### {datetime.date.today()} {title}",
+            f"`{' '.join(['python', *sys.argv])}` at {commit}; {host()}\n",
+            "| what | measured | held |",
+            "|---|---|---|",
+            *(f"| {w} | {f} | {'' if h is None else 'yes' if h else 'NO'} |" for w, f, h in rows),
+        ]
+        with LOG.open("a", encoding="utf-8") as stream:
+            stream.write("\n".join(lines) + "\n")
+    return 0 if all(held is not False for _, _, held in rows) else 1

@@ -1,0 +1,280 @@
+"""The worker loop over a raw socket: what it answers to clients without EngineClient's manners."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket as stdlib_socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from phyai_engine.config import RobotConfig
+from phyai_engine.serve import protocol as wire
+from phyai_engine.serve.worker import serve
+from phyai_engine.types import Request
+
+Make = Callable[..., Request]
+
+
+class Peer:
+    """One raw client."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(endpoint)
+        self.beats: list[tuple[float, wire.Heartbeat]] = []
+
+    def send(self, message: wire.Message | Request) -> None:
+        """A message, or a request with its arrays."""
+        parts = wire.request_to_wire(message) if isinstance(message, Request) else (message, {})
+        self.socket.send_multipart(wire.encode(*parts))
+
+    def receive(self, timeout_s: float = 3.0) -> Any:
+        """The next message that is no heartbeat; None when there is none."""
+        deadline = time.monotonic() + timeout_s
+        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1e3))):
+            message, _ = wire.decode(self.socket.recv_multipart())
+            if not isinstance(message, wire.Heartbeat):
+                return message
+            self.beats.append((time.monotonic(), message))
+        return None
+
+
+class Running:
+    """A worker in a thread."""
+
+    def __init__(self, load: Any, endpoint: str) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.endpoint = endpoint
+        self.ended: list[bool] = []
+        self.peers: list[Peer] = []
+        self.thread = threading.Thread(
+            target=lambda: self.ended.append(serve(endpoint, context=self.context, load=load))
+        )
+        self.thread.start()
+
+    def peer(self) -> Peer:
+        """A new client."""
+        self.peers.append(Peer(self.context, self.endpoint))
+        return self.peers[-1]
+
+    def close(self) -> None:
+        """Have the first peer shut it down."""
+        self.peers[0].send(wire.Shutdown())
+        self.thread.join(3.0)
+        assert not self.thread.is_alive()
+        for peer in self.peers:
+            peer.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def worker(stand_in: Any, tmp_path: Path) -> Iterator[Running]:
+    """Over ipc, so that there is a real transport below."""
+    running = Running(stand_in.load_policy, f"ipc://{tmp_path}/w")
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def hello(robot: RobotConfig) -> wire.Hello:
+    """A hello that is accepted."""
+    return wire.Hello(
+        robot=msgspec.to_builtins(robot),
+        model={"family": "stand_in", "options": {"load_s": 0.2}},
+        parent_pid=os.getpid(),
+        warm_up_count=2,
+    )
+
+
+def _ready(worker: Running, hello: wire.Hello) -> Peer:
+    peer = worker.peer()
+    peer.send(hello)
+    reply = peer.receive()
+    assert isinstance(reply, wire.HelloReply)
+    assert reply.engine is not None
+    assert len(reply.engine.warm_up_ms) == 2
+    assert {"phyai_engine", "python", "numpy"} <= set(reply.engine.versions)
+    return peer
+
+
+def test_heartbeats_tell_the_phase_and_go_on_meanwhile(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    peer = _ready(worker, hello)
+    assert "loading" in {beat.phase for _, beat in peer.beats}
+    peer.beats.clear()
+    peer.send(make_request(3, 4, "deaf 0.5"))
+    assert isinstance(peer.receive(), wire.Reply)
+    busy = [(at, beat) for at, beat in peer.beats if beat.phase == "busy"]
+    assert {(beat.epoch, beat.chunk_id) for _, beat in busy} == {(3, 4)}
+    assert 7 <= len(busy) <= 11  # every 50 ms of 500
+    peer.beats.clear()
+    assert peer.receive(0.15) is None
+    assert {(beat.phase, beat.epoch, beat.chunk_id) for _, beat in peer.beats} == {("idle", 0, 0)}
+
+
+def test_mailbox_of_one_replaces_and_says_so(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    peer = _ready(worker, hello)
+    peer.send(make_request(1, 1, "sleep 0.2"))
+    time.sleep(0.05)
+    for chunk_id in (2, 3, 4):
+        peer.send(make_request(1, chunk_id))
+    for chunk_id in (2, 3):
+        replaced = peer.receive()
+        assert isinstance(replaced, wire.ErrorReply)
+        assert (replaced.reason, replaced.chunk_id) == ("replaced", chunk_id)
+    first, last = peer.receive(), peer.receive()
+    assert (first.chunk_id, last.chunk_id) == (1, 4)
+    assert 50.0 < last.timings.queue_ms < 200.0
+    assert last.timings.inference_ms >= 0.0
+
+
+@pytest.mark.parametrize("running", ["sleep 3", "deaf 0.3"])
+def test_cancelled_requests_never_answer(worker: Running, hello: wire.Hello, make_request: Make, running: str) -> None:
+    peer = _ready(worker, hello)
+    peer.send(make_request(5, 1, running))
+    time.sleep(0.05)
+    peer.send(make_request(5, 2))  # queued
+    peer.send(wire.Cancel(epoch=5))
+    peer.send(make_request(5, 3, "deaf 2"))  # late: not even begun
+    began = time.monotonic()
+    replies = [peer.receive() for _ in range(3)]
+    assert {(r.reason, r.chunk_id) for r in replies} == {("cancelled", 1), ("cancelled", 2), ("cancelled", 3)}
+    assert time.monotonic() - began < 1.0
+    peer.send(make_request(6, 4))
+    assert isinstance(peer.receive(), wire.Reply)
+
+
+def test_a_cancel_of_an_older_epoch_touches_nothing(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    peer = _ready(worker, hello)
+    peer.send(make_request(5, 1, "sleep 0.1"))
+    peer.send(wire.Cancel(epoch=4))
+    assert isinstance(peer.receive(), wire.Reply)
+
+
+def test_a_second_client_is_refused_and_cannot_disturb(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    first, second = _ready(worker, hello), worker.peer()
+    first.send(make_request(1, 1, "sleep 0.3"))
+    second.send(hello)
+    reply = second.receive()
+    assert isinstance(reply, wire.HelloReply)
+    assert reply.engine is None
+    assert "serves a client already" in reply.reason
+    for message in (wire.Cancel(epoch=9), wire.Shutdown(), make_request(1, 2)):
+        second.send(message)
+        error = second.receive()
+        assert (error.reason, "before the hello" in error.text) == ("protocol", True)
+    answer = first.receive()
+    assert isinstance(answer, wire.Reply)
+    assert answer.chunk_id == 1
+    first.send(hello)
+    assert "already" in first.receive().reason
+
+
+def test_requests_before_the_engine_is_ready_are_refused(
+    worker: Running, hello: wire.Hello, make_request: Make
+) -> None:
+    peer = worker.peer()
+    peer.send(make_request())
+    assert peer.receive().reason == "protocol"
+    peer.send(hello)
+    peer.send(make_request())
+    assert peer.receive().reason == "protocol"
+    assert isinstance(peer.receive(), wire.HelloReply)
+
+
+def test_a_wrong_configuration_is_refused_with_its_path(worker: Running, hello: wire.Hello) -> None:
+    peer = worker.peer()
+    for change, text in (
+        ({"robot": {**hello.robot, "robot_ide": "x"}}, "Did you mean 'robot_id'"),
+        ({"robot": {**hello.robot, "actions": []}}, "actions"),
+        ({"model": {}}, "family"),
+        (
+            {"model": {"family": "stand_in", "options": {"load_error": "no weights"}}},
+            "PhyaiError: no weights",
+        ),
+    ):
+        peer.send(msgspec.structs.replace(hello, **change))
+        reply = peer.receive()
+        assert isinstance(reply, wire.HelloReply)
+        assert reply.engine is None
+        assert text in reply.reason
+    peer.send(hello)  # the engine is still there for a better one
+    assert peer.receive().engine is not None
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (os.abort, ())
+
+
+def test_garbage_is_answered_and_survived(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    peer = _ready(worker, hello)
+    good = [bytes(f) for f in wire.encode(*wire.request_to_wire(make_request()))]
+    for frames in (
+        [pickle.dumps(_Bomb())],
+        [b"\x01" + pickle.dumps(_Bomb())],
+        [b""],
+        [os.urandom(100)],
+        [b"\x02" + good[0][1:], *good[1:]],
+        good[:-1],
+        [*good[:-1], good[-1][:-1]],
+        [b"x"] * 60,
+        [bytes(f) for f in wire.encode(wire.Heartbeat(phase="idle"))],
+    ):
+        peer.socket.send_multipart(frames)
+        error = peer.receive()
+        assert isinstance(error, wire.ErrorReply)
+        assert error.reason == "protocol"
+    peer.send(make_request(1, 8))
+    assert isinstance(peer.receive(), wire.Reply)
+
+
+def test_a_gigabyte_frame_is_dropped_by_the_transport(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    peer = _ready(worker, hello)
+    before = psutil.Process().memory_info().rss
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX) as raw:
+        raw.settimeout(2.0)
+        raw.connect(worker.endpoint.removeprefix("ipc://"))
+        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31))  # ZMTP 3.0 greeting
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        raw.sendall(b"\x02" + struct.pack(">Q", 1 << 30) + bytes(1000))  # a long frame of 1 GiB begins
+        while raw.recv(4096):  # until the worker closes the connection
+            pass
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    peer.send(make_request(1, 8))
+    assert isinstance(peer.receive(), wire.Reply)
+
+
+def test_shutdown_leaves_a_hung_model_behind_and_says_so(stand_in: Any, hello: wire.Hello, make_request: Make) -> None:
+    running = Running(stand_in.load_policy, "inproc://w")
+    peer = _ready(running, hello)
+    peer.send(make_request(1, 1, "deaf 1.0"))
+    time.sleep(0.05)
+    began = time.monotonic()
+    running.close()
+    assert time.monotonic() - began < 0.8
+    assert running.ended == [False]
+    time.sleep(0.6)
+
+
+def test_a_child_whose_parent_is_gone_already_ends(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    script = f"import sys; sys.path.insert(0, {root!r}); from phyai_engine.serve.worker import main; main()"
+    arguments = ["--endpoint", f"ipc://{tmp_path}/w", "--parent-pid", "1"]
+    command = [sys.executable, "-c", script, *arguments]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=10, check=False)
+    assert ended.returncode == 1
+    assert not (tmp_path / "w").exists()
