@@ -10,20 +10,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from builtin_interfaces.msg import Time
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 from phyai_policy.msg import ChunkTiming, PolicyStatus
 
 from phyai_engine.safety import Safety
-from phyai_engine.timing import Percentiles, Window, miss_upper95, mono_ns
+from phyai_engine.timing import Percentiles, Window, miss_upper95
 from phyai_engine.types import Refusal, SafetyState
 from phyai_ros.control_loop import Counters, Timing
 from phyai_ros.stream import StreamStats
-
-if TYPE_CHECKING:
-    from phyai_ros.session import Session
 
 OUTCOMES = {
     "accepted": ChunkTiming.OUTCOME_ACCEPTED,
@@ -56,35 +52,6 @@ class Facts:
     cameras: tuple[StreamStats, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
-
-
-def facts(session: Session | None, safety: Safety, lifecycle_id: int, lifecycle_label: str) -> Facts:
-    """The facts of this instant; before configure only lifecycle and safety are known."""
-    if session is None:
-        return Facts("", lifecycle_id, lifecycle_label, safety)
-    loop, now = session.loop, mono_ns()
-    notes = {
-        **session.notes,
-        "heartbeat_age_ms": _ms(session.client.last_heartbeat_age_s()),
-        "margins_unusable": session.sim_rate.reason,
-        **{f"engine_{name}": str(n) for name, n in session.client.counters.items()},
-    }
-    return Facts(
-        robot_id=session.robot.robot_id,
-        lifecycle_id=lifecycle_id,
-        lifecycle_label=lifecycle_label,
-        safety=safety,
-        placement=session.params.engine,
-        schedule=session.params.schedule,
-        counters=loop.counters,
-        margins=loop.margins.percentiles(),
-        inference=loop.inference.percentiles(),
-        jitter=session.jitter.jitter(),
-        ticks=loop.player.tick_count,
-        cameras=session.buffer.camera_stats(now),
-        notes=notes,
-        faults=tuple(session.faults.values()),
-    )
 
 
 def chunk_timing(timing: Timing, robot_id: str, stamp: Time) -> ChunkTiming:
@@ -153,16 +120,16 @@ def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArr
         "placement": facts.placement,
         "schedule": facts.schedule,
         "handoffs": counters.handoffs,
-        "margin_p50_ms": _ms(facts.margins.p50),
-        "margin_p01_ms": _ms(facts.margins.p01),
-        "margin_min_ms": _ms(facts.margins.min),
+        "margin_p50_ms": in_ms(facts.margins.p50),
+        "margin_p01_ms": in_ms(facts.margins.p01),
+        "margin_min_ms": in_ms(facts.margins.min),
         "misses": counters.misses,
         "miss_rate_upper95": f"{miss_upper95(counters.misses, counters.handoffs):.4g}",
         "misses_cond": counters.misses_cond,
         "misses_exhaust": counters.misses_exhaust,
-        "inference_p50_ms": _ms(facts.inference.p50),
-        "inference_p99_ms": _ms(facts.inference.p99),
-        "tick_jitter_p99_ms": _ms(facts.jitter.p99),
+        "inference_p50_ms": in_ms(facts.inference.p50),
+        "inference_p99_ms": in_ms(facts.inference.p99),
+        "tick_jitter_p99_ms": in_ms(facts.jitter.p99),
         "requests": counters.requests,
         "chunks_accepted": counters.accepted,
         "chunks_refused": counters.refused,
@@ -217,5 +184,6 @@ def _status(name: str, hardware_id: str, level: bytes, text: str, values: Mappin
     return DiagnosticStatus(level=level, name=name, message=text, hardware_id=hardware_id, values=pairs)
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
+    """Seconds as milliseconds in words; "nan" when not finite."""
     return "nan" if not math.isfinite(seconds) else f"{seconds * 1e3:.2f}"

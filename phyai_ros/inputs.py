@@ -15,7 +15,13 @@ from rclpy.event_handler import (
     SubscriptionEventCallbacks,
 )
 from rclpy.lifecycle import LifecycleNode
-from rclpy.qos import DurabilityPolicy, HistoryPolicy, QoSProfile, ReliabilityPolicy
+from rclpy.qos import (
+    DurabilityPolicy,
+    HistoryPolicy,
+    QoSProfile,
+    ReliabilityPolicy,
+    qos_policy_name_from_kind,
+)
 from rclpy.qos_overriding_options import QoSOverridingOptions
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
@@ -93,14 +99,17 @@ class Inputs:
 
     def _subscribe(self, kind: Any, topic: str, callback: Callable[..., None]) -> Any:
         def incompatible(event: QoSRequestedIncompatibleQoSInfo) -> None:
-            self.faults[topic] = (
-                f"{topic}: a publisher offers an incompatible QoS (policy {event.last_policy_kind}), no message arrives"
-            )
+            policy = qos_policy_name_from_kind(event.last_policy_kind).lower()
+            self.faults[topic] = f"{topic}: a publisher offers an incompatible QoS ({policy}), no message arrives"
+
+        def heard(message: Any) -> None:
+            self.faults.pop(topic, None)  # another publisher, or the same one started anew
+            callback(message)
 
         return self._node.create_subscription(
             kind,
             topic,
-            callback,
+            heard,
             SENSOR_QOS,
             event_callbacks=SubscriptionEventCallbacks(incompatible_qos=incompatible),
             qos_overriding_options=QoSOverridingOptions.with_default_policies(),

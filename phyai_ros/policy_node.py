@@ -94,8 +94,8 @@ class PolicyNode(LifecycleNode):
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
         def activate() -> None:
-            super(PolicyNode, self).on_activate(state)
             self._configured().activate(self._on_tick)
+            super(PolicyNode, self).on_activate(state)  # enables the publishers; no tick runs before we return
 
         return self._transition("activate", activate)
 
@@ -141,6 +141,7 @@ class PolicyNode(LifecycleNode):
             self.get_logger().error(f"{name} raised:\n{traceback.format_exc()}")
             self._abort(AbortCause.EXCEPTION, self._last_error)
             if self._session is not None:
+                self._session.loop.player.finish_stop()
                 self._session.disable()
             result = ERROR
         else:
@@ -309,7 +310,9 @@ class PolicyNode(LifecycleNode):
 
     def _facts(self) -> diagnostics.Facts:
         state_id, label = self._state_machine.current_state
-        return diagnostics.facts(self._session, self._safety(), state_id, label)
+        if self._session is None:
+            return diagnostics.Facts("", state_id, label, self._safety())
+        return self._session.facts(self._safety(), state_id, label)
 
     def _LifecycleNodeMixin__on_change_state(self, request: Any, response: Any) -> Any:
         """Answer an invalid transition with success=False; rclpy 7 raises out of the service and ends the node."""

@@ -33,7 +33,7 @@ from phyai_engine.types import F64, AbortCause, ActionType, SafetyState, Schedul
 from phyai_ros import parameters
 from phyai_ros.control_loop import ControlLoop, LoopSettings, Timing
 from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
-from phyai_ros.diagnostics import chunk_timing
+from phyai_ros.diagnostics import Facts, chunk_timing, in_ms
 from phyai_ros.inputs import SENSOR_QOS, Guard, Inputs
 from phyai_ros.observation_buffer import ObservationBuffer
 from phyai_ros.outputs import ChunksOutput, StepsOutput, TrajectoryOutput
@@ -123,6 +123,35 @@ class Session:
         """Take over the parameters that may change while configured."""
         self.params = params
         self.loop.settings = replace(self.loop.settings, hold_max_s=params.max_hold_s)
+
+    def facts(self, safety: Safety, lifecycle_id: int, lifecycle_label: str) -> Facts:
+        """Everything a report says of this instant."""
+        loop, client = self.loop, self.client
+        notes = {
+            **self.notes,
+            "heartbeat_age_ms": in_ms(client.last_heartbeat_age_s()),
+            "margins_unusable": self.sim_rate.reason,
+            **{f"engine_{name}": str(n) for name, n in client.counters.items()},
+        }
+        faults = list(self.faults.values())
+        if self.publishing and self.now_ros_ns() == 0:  # then no tick runs either, to refuse anything
+            faults.append("there is no time yet: use_sim_time is set but nobody publishes /clock")
+        return Facts(
+            robot_id=self.robot.robot_id,
+            lifecycle_id=lifecycle_id,
+            lifecycle_label=lifecycle_label,
+            safety=safety,
+            placement=self.params.engine,
+            schedule=self.params.schedule,
+            counters=loop.counters,
+            margins=loop.margins.percentiles(),
+            inference=loop.inference.percentiles(),
+            jitter=self.jitter.jitter(),
+            ticks=loop.player.tick_count,
+            cameras=self.buffer.camera_stats(mono_ns()),
+            notes=notes,
+            faults=tuple(faults),
+        )
 
     def now_ros_ns(self) -> int:
         """The node's ROS time."""

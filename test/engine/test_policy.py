@@ -97,6 +97,7 @@ def test_a_cancelled_row_is_never_a_chunk() -> None:
     assert chunk_of(answers[1]).chunk_id == 2
 
 
+@pytest.mark.fault(23)
 def test_a_chunk_with_a_nan_is_refused_by_step_and_action() -> None:
     answer = fake(nan_at=3).infer([ask()])[0]
     assert isinstance(answer, RefusalError)

@@ -71,6 +71,7 @@ def test_epoch_grows_with_every_change_that_invalidates_chunks() -> None:
     assert seen == sorted(set(seen))
 
 
+@pytest.mark.fault(22)
 def test_position_stop_decelerates_in_the_direction_of_motion_and_ends_at_rest() -> None:
     # ros2_controllers PR 2163: holding at once at 1 rad/s faults drives
     planner = StopPlanner.of(robot())
@@ -84,6 +85,7 @@ def test_position_stop_decelerates_in_the_direction_of_motion_and_ends_at_rest()
     assert (plan.values[:, 1] == 0.0).all() and (plan.rates[-1] == 0.0).all()
 
 
+@pytest.mark.fault(45)
 def test_stop_from_rest_is_one_hold_and_never_zero() -> None:
     # axol issue 247 and ros2.md: a zero sent to a position interface drives the arm to 0 rad
     planner = StopPlanner.of(robot())
@@ -110,6 +112,7 @@ def test_stop_is_bounded_inside_limits_and_at_rest(value: list[float], rate: lis
     assert (plan.rates[-1] == 0).all() or np.abs(plan.values[-1]).max() == pytest.approx(2.0)
 
 
+@pytest.mark.fault(22, 45)
 def test_velocity_stop_ramps_to_zero_and_keeps_absolute_values() -> None:
     planner = StopPlanner.of(robot("joint_velocity", joints=3))
     plan = planner.plan(np.array([1.0, -0.5, 0.8]), np.zeros(3))
@@ -118,6 +121,7 @@ def test_velocity_stop_ramps_to_zero_and_keeps_absolute_values() -> None:
     assert planner.held(np.array([0.0, 0.0, 0.8])).tolist() == [0.0, 0.0, 0.8]
 
 
+@pytest.mark.fault(45)
 def test_cartesian_delta_stop_is_zero_but_the_gripper_keeps_its_grip() -> None:
     planner = StopPlanner.of(robot("cartesian_delta", joints=4))
     assert planner.plan(np.array([0.3, 0.1, -0.2, 1.0]), np.zeros(4)).values.tolist() == [[0.0, 0.0, 0.0, 1.0]]
@@ -135,6 +139,7 @@ def check(actions: np.ndarray, **kwargs: object) -> RefusalError:
     return error.value
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("row", [0, 2, 4])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_not_finite_anywhere_refuses_the_whole_chunk(row: int, value: float) -> None:
@@ -145,6 +150,7 @@ def test_not_finite_anywhere_refuses_the_whole_chunk(row: int, value: float) -> 
     assert error.code is Refusal.NOT_FINITE and "j1" in str(error) and f"row {row}" in str(error)
 
 
+@pytest.mark.fault(20, 21)
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 3), (5, 2, 1), (0, 3)])
 def test_wrong_shape_is_refused_and_never_padded(shape: tuple[int, ...]) -> None:
     # strands issue 1701: a 4-value action for 6 joints was zero-filled; openpi PR 939: 32-D output for 7 joints
@@ -170,6 +176,7 @@ def test_rows_that_were_consumed_are_not_rate_checked() -> None:
     Envelope.of(robot()).check(actions, first_row=1, last_command=actions[1], measured=None)
 
 
+@pytest.mark.fault(23)
 def test_clamp_reports_and_leaves_nan_to_be_refused() -> None:
     actions = smooth()
     actions[1, 0], actions[2, 0], actions[3, 1] = 5.0, -5.0, np.nan

@@ -148,17 +148,19 @@ class Beside:
     """A player node that was told it may move in EPOCH, in a rig of which only the arm speaks."""
 
     def __init__(self, make_rig: Make, **parameters: Any) -> None:
-        given = [Parameter(name, value=value) for name, value in {"robot": "arm7", **parameters}.items()]
+        given = [
+            Parameter(name, value=value)
+            for name, value in {"robot": "arm7", "policy": "elsewhere", **parameters}.items()
+        ]
         self.rig = make_rig(others=lambda context: [PlayerNode(context=context, parameter_overrides=given)])
         self.node: PlayerNode = self.rig.others[0]
-        self.rig.executor.remove_node(self.rig.node)  # the policy node has nothing to say here
         peer = self.rig.peer
         peer.create_subscription(ActionStep, "player_node/step", self.rig._on_step, QoSProfile(depth=50))
         self.words: list[ChunkStatus] = []
-        peer.create_subscription(ChunkStatus, "policy_node/chunk_status", self.words.append, QoSProfile(depth=50))
-        self._chunks = peer.create_publisher(ActionChunk, "policy_node/chunk", 1)
+        peer.create_subscription(ChunkStatus, "elsewhere/chunk_status", self.words.append, QoSProfile(depth=50))
+        self._chunks = peer.create_publisher(ActionChunk, "elsewhere/chunk", 1)
         latched = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
-        self._status = peer.create_publisher(PolicyStatus, "policy_node/status", latched)
+        self._status = peer.create_publisher(PolicyStatus, "elsewhere/status", latched)
         self.alive = True
         self.status = PolicyStatus(robot_id="arm7", epoch=EPOCH, safety_state=PolicyStatus.SAFETY_ARMED)
         peer.create_timer(0.05, self._speak)

@@ -50,6 +50,7 @@ def joints(**fields: Any) -> SimpleNamespace:
 # -- images --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(28, 33)
 @pytest.mark.parametrize("padding", [0, 1, 7])
 @pytest.mark.parametrize("encoding", ["rgb8", "bgr8"])
 def test_red_stays_red_in_every_channel_order_and_padding(encoding: str, padding: int) -> None:
@@ -63,6 +64,7 @@ def test_unpadded_rgb_is_a_view_of_the_message() -> None:
     assert rgb[0, 0, 0] == 7
 
 
+@pytest.mark.fault(12)
 def test_big_endian_flag_decides_the_byte_of_mono16() -> None:
     msg = SimpleNamespace(encoding="mono16", height=1, width=1, step=2, is_bigendian=1, data=bytes([0xAB, 0x01]))
     assert image_to_rgb(msg).tolist() == [[[0xAB] * 3]]
@@ -123,6 +125,7 @@ def test_joint_state_keeps_the_order_of_the_message_and_copies_nothing() -> None
     assert positions[0] == 9.0
 
 
+@pytest.mark.fault(16)
 def test_unknown_velocities_become_nan() -> None:
     msg = joints(name=["a", "b", "c"], position=[0.0] * 3, velocity=[1.0, math.nan, -math.inf])
     velocities = joint_state_to_arrays(msg)[2]
@@ -130,6 +133,7 @@ def test_unknown_velocities_become_nan() -> None:
     np.testing.assert_array_equal(velocities, [1.0, np.nan, np.nan])
 
 
+@pytest.mark.fault(18)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -155,6 +159,7 @@ def test_malformed_joint_states(fields: dict[str, Any], words: str) -> None:
     assert caught.value.code is Refusal.MALFORMED
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_position_that_is_not_finite_names_its_joint(index: int, bad: float) -> None:
@@ -251,6 +256,7 @@ def test_cv_bridge_serves_when_its_self_check_passes(monkeypatch: pytest.MonkeyP
     assert calls == ["bgr8"]  # encodings outside the self-check stay with our decoder
 
 
+@pytest.mark.fault(28)
 def test_a_shearing_cv_bridge_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge(monkeypatch, shearing)
     decode, reason = choose_decoder()
@@ -258,6 +264,7 @@ def test_a_shearing_cv_bridge_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert "other pixels for rgb8 5x3 with step" in reason
 
 
+@pytest.mark.fault(33)
 def test_a_cv_bridge_that_swaps_red_and_blue_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge(monkeypatch, lambda msg, desired_encoding: image_to_rgb(msg)[..., ::-1])
     decode, reason = choose_decoder()
@@ -286,6 +293,7 @@ def test_without_cv_bridge_or_by_parameter_our_decoder_serves(monkeypatch: pytes
     assert "parameter decoder" in reason
 
 
+@pytest.mark.fault(12)
 def test_an_import_that_dies_under_numpy_2_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("cv_bridge")  # imported in part: the name is there, the class is not
     monkeypatch.setitem(sys.modules, "cv_bridge", module)

@@ -97,6 +97,7 @@ class Feed:
 # -- what is assembled ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(16)
 def test_an_observation_holds_the_named_values_in_the_robot_files_order() -> None:
     feed = Feed()
     feed.buffer.set_instruction("pick the cup")
@@ -115,6 +116,7 @@ def test_an_observation_holds_the_named_values_in_the_robot_files_order() -> Non
     assert seen.snapshot_mono_ns == MONO_0 + 110 * MS
 
 
+@pytest.mark.fault(16)
 def test_two_publishers_of_one_topic_are_merged_per_joint() -> None:
     feed = Feed(robot(cameras=[]))
     feed.joints(100, {"a": 0.1})
@@ -241,6 +243,7 @@ def test_before_the_first_clock_message_there_is_no_time() -> None:
     assert caught.value.code is Refusal.MISSING
 
 
+@pytest.mark.fault(9)
 def test_a_camera_that_dies_is_stale_after_its_limit_and_recovers() -> None:
     feed = Feed()
     feed.all(100)
@@ -255,6 +258,7 @@ def test_a_camera_that_dies_is_stale_after_its_limit_and_recovers() -> None:
     assert feed.snapshot(408).newest_ros_ns == ROS_0 + 400 * MS
 
 
+@pytest.mark.fault(13)
 def test_fresh_by_receipt_but_old_by_stamp_is_stale() -> None:
     feed = Feed()
     feed.image("front", 100, lag=320)
@@ -312,6 +316,7 @@ def test_a_frame_that_matches_a_slow_camera_must_itself_be_fresh() -> None:
     assert "got 0.190 s, wanted at most 0.100 s" in text
 
 
+@pytest.mark.fault(37)
 def test_a_bag_on_wall_time_asks_for_sim_time() -> None:
     feed = Feed()
     for t in range(0, 200, 10):  # recorded an hour ago
@@ -386,6 +391,7 @@ def test_a_stamp_in_the_future_is_a_clock_fault() -> None:
     assert feed.buffer.camera_stats(MONO_0 + 445 * MS)[0].dropped == {"future_stamp": 17}
 
 
+@pytest.mark.fault(13)
 def test_wall_stamps_under_simulated_time_name_the_parameter() -> None:
     feed = Feed(robot(cameras=[]))
     names, values = ("a", "b"), np.zeros(2)
@@ -425,6 +431,7 @@ def test_unstamped_messages_are_refused_unless_asked_for() -> None:
 # -- new timelines -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(36)
 def test_a_looped_bag_jumps_once_and_recovers_within_two_slow_periods() -> None:
     feed = Feed()
     for t in range(0, 60_000, 100):

@@ -39,6 +39,7 @@ def absolute_rows(rig: Any) -> list[tuple[int, int]]:
     return [(s.chunk_id, s.step) for s in actions(rig.steps)]
 
 
+@pytest.mark.fault(2)
 @pytest.mark.parametrize("schedule", ["sync", "naive_async", "rtc"])
 def test_drives_the_robot_without_repeating_or_skipping_a_step(make_rig: Make, robot: str, schedule: str) -> None:
     rig = make_rig(robot=robot, model={"latency_ms": 50.0}, schedule=schedule)
@@ -81,6 +82,7 @@ def test_timing_terms_add_up_and_margins_are_published(make_rig: Make) -> None:
     assert rig.diagnostics[-1].status[0].hardware_id == "arm7"
 
 
+@pytest.mark.fault(14, 22)
 def test_abort_stops_at_once_and_nothing_of_the_old_epoch_follows(make_rig: Make, robot: str) -> None:
     rig = make_rig(robot=robot, model={"latency_ms": 80.0})
     rig.start()
@@ -148,6 +150,7 @@ def test_abort_while_inactive_latches_and_activate_is_refused_until_rearm(make_r
     assert not rig.steps, "nothing is published before the first observation gave a chunk"
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("row", [0, 7, 15])
 def test_nan_anywhere_refuses_the_whole_chunk(make_rig: Make, row: int) -> None:
     rig = make_rig(model={"nan_at": row, "grace_runs": 1})
@@ -175,6 +178,7 @@ def test_chunk_that_leaves_the_envelope_is_refused_and_the_latch_follows_the_hol
     assert rig.node._safety().cause is AbortCause.EXHAUSTED
 
 
+@pytest.mark.fault(9)
 def test_camera_dropout_is_refused_held_and_recovered(make_rig: Make) -> None:
     rig = make_rig(model={"latency_ms": 20.0})
     rig.start()
@@ -189,6 +193,7 @@ def test_camera_dropout_is_refused_held_and_recovered(make_rig: Make) -> None:
     assert held, "a hold is published, not silence"
 
 
+@pytest.mark.fault(16)
 def test_partial_and_permuted_joints_are_mapped_by_name(make_rig: Make) -> None:
     # kuka_drivers issue 254: joints in another order than expected
     rig = make_rig()
@@ -217,6 +222,7 @@ def test_partial_and_permuted_joints_are_mapped_by_name(make_rig: Make) -> None:
     assert now > 0 and state.tolist() == pytest.approx([want[n] for n in names])
 
 
+@pytest.mark.fault(18)
 def test_bad_messages_are_counted_and_never_end_the_node(make_rig: Make) -> None:
     rig = make_rig()
     rig.start()
@@ -236,6 +242,7 @@ def test_bad_messages_are_counted_and_never_end_the_node(make_rig: Make) -> None
     assert rig.safety is SafetyState.RUNNING
 
 
+@pytest.mark.fault(43)
 def test_exception_in_a_callback_stops_and_latches(make_rig: Make) -> None:
     # rclpy issue 983: an exception vanishes, or ends the process without a stop
     rig = make_rig()
@@ -278,6 +285,7 @@ def test_engine_error_is_counted_and_the_next_request_goes_on(make_rig: Make) ->
     rig.until(lambda: any(t.outcome == ChunkTiming.OUTCOME_ACCEPTED for t in rig.timings[count:]))
 
 
+@pytest.mark.fault(36)
 def test_looped_stamps_flush_and_latch(make_rig: Make) -> None:
     # ros_comm PR 1438: a looping bag blocks synchronisation for ever
     rig = make_rig()
@@ -287,6 +295,7 @@ def test_looped_stamps_flush_and_latch(make_rig: Make) -> None:
     assert rig.node._safety().cause in (AbortCause.CLOCK_JUMP, AbortCause.EXHAUSTED)
 
 
+@pytest.mark.fault(37)
 def test_constant_offset_asks_for_use_sim_time(make_rig: Make) -> None:
     # rosbag2 issue 1056
     rig = make_rig()
@@ -319,6 +328,7 @@ def test_fixed_parameter_cannot_change_while_configured(make_rig: Make) -> None:
     assert not result.successful and "fixed" in result.reason
 
 
+@pytest.mark.fault(14)
 def test_deactivate_stops_before_it_goes_quiet_and_activate_starts_a_new_epoch(make_rig: Make, robot: str) -> None:
     rig = make_rig(robot=robot)
     rig.start()
@@ -378,6 +388,7 @@ def test_invalid_transition_is_refused_and_the_node_lives(make_rig: Make) -> Non
     rig.configure()
 
 
+@pytest.mark.fault(43)
 def test_unexpected_error_in_a_transition_is_reported_and_released(make_rig: Make) -> None:
     rig = make_rig()
     rig.configure()
@@ -390,6 +401,22 @@ def test_unexpected_error_in_a_transition_is_reported_and_released(make_rig: Mak
     assert "planted" in rig.node._last_error and rig.node._session is None
     assert rig.node._state_machine.current_state[1] == "unconfigured"
     assert rig.node._safety().cause is AbortCause.EXCEPTION
+
+
+def test_unexpected_error_in_deactivate_still_publishes_the_whole_stop(make_rig: Make) -> None:
+    rig = make_rig()
+    rig.start()
+    rig.spin(0.3)
+
+    def broken() -> None:
+        raise OSError("planted")
+
+    rig.node._session.loop.stop = broken
+    assert rig.node.trigger_deactivate() is ERROR
+    rig.spin(0.2)
+    stops = [s for s in rig.steps if s.kind == CommandKind.STOP]
+    assert stops and not any(stops[-1].velocities) and rig.steps[-1] is stops[-1]
+    assert rig.node._session is None and rig.node._safety().cause is AbortCause.EXCEPTION
 
 
 def test_shutdown_from_active_stops_first(make_rig: Make) -> None:
@@ -428,6 +455,7 @@ def test_reconfigure_leaks_nothing(make_rig: Make) -> None:
     assert counts() == first
 
 
+@pytest.mark.fault(41, 42)
 def test_trajectory_output_is_played_by_the_controller(make_rig: Make) -> None:
     def sim(context: Any) -> list[Any]:
         given = {"robot": "arm7", "command_source": "trajectory"}

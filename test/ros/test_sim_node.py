@@ -173,6 +173,7 @@ def test_wrong_commands_are_refused_whole(
     np.testing.assert_array_equal(arm_position(w), before)
 
 
+@pytest.mark.fault(13)
 def test_arm_brakes_when_commands_cease(world: Callable[..., World]) -> None:
     w = world(image_width=32, image_height=24, command_timeout_s=0.1)
     start = arm_position(w)
@@ -213,6 +214,7 @@ def test_arm_follows_a_trajectory_and_reports_controller_time(world: Callable[..
     assert (passed - sent) * 1e-9 == pytest.approx(0.2, abs=0.08)
 
 
+@pytest.mark.fault(42)
 def test_a_partial_trajectory_is_refused(world: Callable[..., World]) -> None:
     w = world(image_width=32, image_height=24, command_source="trajectory")
     before = arm_position(w)

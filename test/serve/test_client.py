@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,11 @@ def test_newest_wins_and_one_is_in_flight(open_session: Any, make_request: Make,
     assert isinstance(last, Answered)
     assert last.chunk.chunk_id == 3
     assert last.chunk.timings.queue_ms > 100.0  # it waited for the first, on our side of the wire
-    assert last.chunk.timings.transfer_ms < 50.0
+    assert last.chunk.timings.transfer_ms < 90.0
     assert session.client.counters == {"submitted": 3, "replaced": 1, "answered": 2}
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("instruction", "bound_s"), [("sleep 5", 0.5), ("deaf 0.4", 1.0)])
 def test_cancel_is_told_at_once_and_never_answers(
@@ -117,7 +119,7 @@ def test_cancel_is_told_at_once_and_never_answers(
     began = time.monotonic()
     client.cancel(5)
     event = session.next()
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 0.2
     assert isinstance(event, Failed)
     assert event.cancelled
     assert isinstance(event.error, CancelledError)
@@ -199,7 +201,7 @@ def test_a_stopped_child_is_lost_by_expiry_and_killed(open_session: Any, make_re
     began = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     lost = session.next()
-    assert 0.3 < time.monotonic() - began < 0.8
+    assert 0.3 < time.monotonic() - began < 1.0
     assert isinstance(lost, Lost)
     assert isinstance(lost.error, EngineTimeoutError)
     assert session.client.stop()
@@ -221,15 +223,17 @@ def test_a_model_that_holds_the_childs_lock_does_not_delay_us(open_session: Any,
     client = session.client
     client.submit(make_request(1, 1, "hold 0.5"))
     time.sleep(0.1)
-    worst_s = 0.0
+    took_s: list[float] = []
     for i in range(50):
         began = time.perf_counter()
         client.submit(make_request(1, 2 + i))
         client.cancel(1)
         client.poll()
-        worst_s = max(worst_s, time.perf_counter() - began)
+        took_s.append(time.perf_counter() - began)
         time.sleep(0.002)
-    assert worst_s < 0.02
+    took_s.sort()
+    assert took_s[45] < 0.02
+    assert took_s[-1] < 0.2  # a busy test machine pauses us, the child would for 0.4 s
     assert client.last_heartbeat_age_s() > 0.1  # the child is silent indeed
     assert isinstance(session.ask(make_request(2, 99)), Answered)
 
@@ -419,6 +423,7 @@ def _reply(epoch: int, chunk_id: int) -> list[Any]:
     )
 
 
+@pytest.mark.fault(26)
 def test_late_duplicate_and_reordered_replies_are_dropped(
     open_session: Any, make_request: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,10 +506,19 @@ print(client.pid, flush=True)
 """
 
 
-def _parent(rest: str, *, install: str = "", **options: Any) -> subprocess.Popen[str]:
-    """A process of its own with the real fake model, or with what ``install`` puts in its place."""
+@contextlib.contextmanager
+def _parent(rest: str, *, install: str = "", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own with the real fake model, or with what ``install`` puts in its place; killed after 15 s."""
     script = _PARENT.format(root=str(ROOT), install=install, rest=rest)
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options) as parent:
+        alarm = threading.Timer(15.0, parent.kill)
+        alarm.start()
+        try:
+            yield parent
+        finally:
+            alarm.cancel()
+            parent.kill()
+            alarm.join()
 
 
 def _gone(pid: int, timeout_s: float) -> bool:

@@ -149,6 +149,7 @@ BEAT = {"kind": "heartbeat", "phase": "idle"}
 SPEC = {"name": "a", "dtype": "uint8", "shape": [2, 3]}
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize(
     ("frames", "text"),
     [
@@ -182,6 +183,7 @@ def test_malformed_messages_are_refused(frames: list[bytes], text: str) -> None:
         wire.decode(frames)
 
 
+@pytest.mark.fault(24)
 def test_caps() -> None:
     big = memoryview(np.zeros(wire.MAX_FRAME_BYTES + 1, np.uint8))
     exact = big[:-1]
@@ -195,6 +197,7 @@ def test_caps() -> None:
         wire.encode(wire.Shutdown(), {"a": np.frombuffer(big, np.uint8)})
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize("prefix", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"])
 @pytest.mark.parametrize(
     "before",

@@ -118,7 +118,7 @@ def test_heartbeats_tell_the_phase_and_go_on_meanwhile(worker: Running, hello: w
     assert isinstance(peer.receive(), wire.Reply)
     busy = [(at, beat) for at, beat in peer.beats if beat.phase == "busy"]
     assert {(beat.epoch, beat.chunk_id) for _, beat in busy} == {(3, 4)}
-    assert 7 <= len(busy) <= 11  # every 50 ms of 500
+    assert 5 <= len(busy) <= 12  # every 50 ms of 500, on a busy machine
     peer.beats.clear()
     assert peer.receive(0.15) is None
     assert {(beat.phase, beat.epoch, beat.chunk_id) for _, beat in peer.beats} == {("idle", 0, 0)}
@@ -219,6 +219,7 @@ class _Bomb:
         return (os.abort, ())
 
 
+@pytest.mark.fault(24)
 def test_garbage_is_answered_and_survived(worker: Running, hello: wire.Hello, make_request: Make) -> None:
     peer = _ready(worker, hello)
     good = [bytes(f) for f in wire.encode(*wire.request_to_wire(make_request()))]
