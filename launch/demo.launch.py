@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launch import LaunchContext, LaunchDescription, LaunchDescriptionEntity
 from launch.actions import (
     DeclareLaunchArgument,
     IncludeLaunchDescription,
@@ -17,8 +18,6 @@ from launch.event_handlers import OnProcessExit
 from launch.events.process import ProcessExited
 from launch.launch_description_sources import PythonLaunchDescriptionSource
 from launch_ros.actions import Node
-
-from launch import LaunchContext, LaunchDescription, LaunchDescriptionEntity
 
 HERE = Path(__file__).resolve().parent
 PROFILE = HERE.parent / "config" / "profiles" / "demo.yaml"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from launch import LaunchContext, LaunchDescription, LaunchDescriptionEntity
 from launch.action import Action
 from launch.actions import (
     DeclareLaunchArgument,
@@ -25,8 +26,6 @@ from launch_ros.actions import LifecycleNode, Node
 from launch_ros.event_handlers import OnStateTransition
 from launch_ros.events.lifecycle import ChangeState
 from lifecycle_msgs.msg import Transition
-
-from launch import LaunchContext, LaunchDescription, LaunchDescriptionEntity
 
 PACKAGE = "phyai_policy"
 CONFIG = Path(__file__).resolve().parent.parent / "config"

@@ -144,6 +144,11 @@ class ControlLoop:
         """One control tick: take the observation if one is due, play one step, then submit."""
         now = self._mono_ns()
         self._expire(now)
+        if (rejected := self.player.take_rejection()) is not None:
+            chunk_id, error = rejected
+            self.counters.refused += 1
+            self._refuse(error)
+            self._report(Timing(self.player.safety.epoch, chunk_id, "refused", error.code, str(error)))
         self.player.catch_up()  # a request is cut where the robot is now, not where it was a tick ago
         request = self._next_request(now_ros_ns, now)
         self.player.tick()

@@ -13,17 +13,22 @@ from typing import Any
 
 import numpy as np
 from builtin_interfaces.msg import Duration, Time
-from phyai_policy.msg import ActionChunk, ActionStep
+from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus
 from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from phyai_engine.config import RobotConfig
+from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import Accepted
 from phyai_engine.safety import StopPlan
-from phyai_engine.types import F64, ActionType, Chunk
+from phyai_engine.timing import mono_ns
+from phyai_engine.types import F64, ActionType, Chunk, Refusal
 from phyai_ros.convert import to_stamp
 from phyai_ros.player import Command
+
+ACKNOWLEDGE_S = 0.5
+"""A chunk that the player elsewhere has not shown to play within this time was lost."""
 
 Publish = Callable[[str, Any], None]
 Now = Callable[[], int]
@@ -114,6 +119,9 @@ class StepsOutput:
     def consumed(self) -> int | None:
         return None
 
+    def take_rejection(self) -> RefusalError | None:
+        return None
+
     def reset(self, consumed: int) -> None:
         """No state between activations."""
 
@@ -130,7 +138,12 @@ class TrajectoryOutput:
 
     def __init__(self, robot: RobotConfig, publish: Publish, now_ros_ns: Now) -> None:
         if robot.kind is not ActionType.JOINT_POSITION:
-            raise ValueError(f"output trajectory needs action_type joint_position, got {robot.action_type}")
+            raise ConfigError(
+                "output trajectory needs a robot with joint positions",
+                got=robot.action_type,
+                wanted="action_type: joint_position",
+                do="Use output steps or chunks.",
+            )
         self._robot, self._publish, self._now = robot, publish, now_ros_ns
         self._names = list(robot.action_names)
         self._dt_ns = round(robot.dt_s * 1e9)
@@ -140,10 +153,12 @@ class TrajectoryOutput:
     def reset(self, consumed: int) -> None:
         """Forget the grid: nothing is playing."""
         self._origin_ns = self._origin_step = self._end_step = 0
+        self._heard_mono_ns = 0
 
     def on_controller_state(self, stamp_ros_ns: int) -> None:
         """The controller's newest time stamp."""
         self._controller_ns = max(self._controller_ns, stamp_ros_ns)
+        self._heard_mono_ns = mono_ns()
 
     def command(self, command: Command) -> None:
         """The controller plays; no command per tick."""
@@ -163,6 +178,7 @@ class TrajectoryOutput:
         self._end_step = base_step + len(chunk.actions)
         rates = np.gradient(rows, self._robot.dt_s, axis=0) if len(rows) > 1 else np.zeros_like(rows)
         start = self._origin_ns + (step - self._origin_step) * self._dt_ns
+        self._heard_mono_ns = self._heard_mono_ns or mono_ns()
         self._publish("trajectory", trajectory(self._names, rows, rates, self._robot.dt_s, start))
 
     def stop(self, plan: StopPlan) -> None:
@@ -171,6 +187,14 @@ class TrajectoryOutput:
             trajectory(self._names, plan.values, plan.rates, self._robot.dt_s),
         )
         self.reset(0)
+
+    def take_rejection(self) -> RefusalError | None:
+        """The controller's state fell silent: nobody knows what it plays."""
+        if self._origin_ns == 0 or mono_ns() - self._heard_mono_ns < ACKNOWLEDGE_S * 1e9:
+            return None
+        self.reset(0)
+        topic = self._robot.controller_state_topic
+        return RefusalError(Refusal.MISSING, f"no controller state for {ACKNOWLEDGE_S} s", where=topic)
 
     def consumed(self) -> int | None:
         if self._origin_ns == 0 or self._controller_ns == 0:
@@ -190,16 +214,36 @@ class ChunksOutput:
         self._dt = to_duration(robot.dt_s)
         self._reported: int | None = None
         self._offset = 0  # the player's count minus ours
+        self._sent: tuple[int, int] | None = None  # epoch and chunk_id until the player acknowledges them
+        self._sent_mono_ns = 0
+        self._rejection: RefusalError | None = None
 
     def reset(self, consumed: int) -> None:
         """Join the two counts here."""
+        self._sent = self._rejection = None
         self._offset = (self._reported or 0) - consumed
 
-    def on_status(self, consumed_steps: int) -> None:
+    def on_status(self, message: ChunkStatus) -> None:
         """A ChunkStatus arrived. A player that is new, or restarted, counts on from where ours stands."""
-        if self._reported is None or consumed_steps < self._reported:
-            self._offset += consumed_steps - (self._reported or 0)
-        self._reported = consumed_steps
+        if self._reported is None or message.consumed_steps < self._reported:
+            self._offset += message.consumed_steps - (self._reported or 0)
+        self._reported = message.consumed_steps
+        if self._sent == (message.epoch, message.chunk_id):
+            self._sent = None
+            if not message.accepted:
+                self._rejection = RefusalError(Refusal(message.refusal), message.text, where="the player node")
+
+    def take_rejection(self) -> RefusalError | None:
+        """The player refused the last chunk, or never showed that it has it."""
+        if self._sent is not None and mono_ns() - self._sent_mono_ns > ACKNOWLEDGE_S * 1e9:
+            self._sent = None
+            self._rejection = RefusalError(
+                Refusal.MISSING,
+                f"no ChunkStatus named the chunk within {ACKNOWLEDGE_S} s",
+                do="Is player_node up?",
+            )
+        rejection, self._rejection = self._rejection, None
+        return rejection
 
     def command(self, command: Command) -> None:
         """The player node publishes the commands."""
@@ -223,6 +267,7 @@ class ChunksOutput:
             validity=to_duration(len(chunk.actions) * self._robot.dt_s),
         )
         message.header.stamp = to_stamp(self._now())
+        self._sent, self._sent_mono_ns, self._rejection = (chunk.epoch, chunk.chunk_id), mono_ns(), None
         self._publish("chunk", message)
 
     def stop(self, plan: StopPlan) -> None:

@@ -52,6 +52,9 @@ class Output(Protocol):
     def consumed(self) -> int | None:
         """Rows consumed as the player elsewhere reports it, on this side's count; None when it has not reported."""
 
+    def take_rejection(self) -> RefusalError | None:
+        """Why the player elsewhere does not play the last chunk handed over; asked every tick, told once."""
+
     def reset(self, consumed: int) -> None:
         """Activation, re-arm or deactivation: nothing plays; counting goes on from ``consumed``."""
 
@@ -197,6 +200,15 @@ class Player:
             typical = float(np.median(within)) if len(within) else 0.0
             ratio = jump / typical if typical > 0 else float("nan")
         return Spliced(facts, chunk.chunk_id, jump, ratio, clamped)
+
+    def take_rejection(self) -> tuple[int, RefusalError] | None:
+        """chunk_id and reason when the player elsewhere does not play it; nothing plays then on this side's count."""
+        error = self._output.take_rejection()
+        playing = self.handoff.playing
+        if error is None or playing is None:
+            return None
+        self.handoff = replace(self.handoff, playing=None)
+        return playing.chunk_id, error
 
     def abort(self, cause: AbortCause, text: str) -> bool:
         """Latch, start a new epoch and publish the first stop command at once. True if the latch was newly set."""

@@ -266,7 +266,7 @@ class Session:
         return output
 
     def _acknowledged(self, output: ChunksOutput, message: ChunkStatus) -> None:
-        output.on_status(message.consumed_steps)
+        output.on_status(message)
         if message.safety_state == SafetyState.LATCHED and message.epoch > self.loop.player.safety.epoch:
             self._abort(AbortCause.SERVICE, message.text or "the player node latched")
 

@@ -96,6 +96,8 @@ def _turn(executor: SingleThreadedExecutor, node: Stoppable, timeout_s: float) -
 
 def _leave(code: int) -> None:
     """Join what can be joined; a thread stuck inside a library would abort a normal exit, so leave hard then."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one (terminal and launch both send) must not undo this
+        signal.signal(number, signal.SIG_IGN)
     until = time.monotonic() + JOIN_S
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:

@@ -503,3 +503,36 @@ def test_chunks_output_is_played_by_a_player_elsewhere(make_rig: Make, robot: st
     assert rig.call("rearm").success
     count = len(rig.steps)
     rig.until(lambda: any(s.kind == CommandKind.ACTION for s in rig.steps[count:]))
+
+
+def test_chunk_that_no_player_acknowledges_is_counted_and_requested_again(make_rig: Make) -> None:
+    rig = make_rig(output="chunks", model={"latency_ms": 5.0})
+    rig.configure()
+    assert rig.node.trigger_activate() is SUCCESS
+    rig.until(lambda: rig.status.refusals[Refusal.MISSING] > 0 and "ChunkStatus" in rig.status.last_refusal_text)
+    rig.until(lambda: len({c.chunk_id for c in rig.chunks}) >= 2)
+
+
+def test_chunk_that_the_player_refuses_is_requested_again(make_rig: Make) -> None:
+    rig = make_rig(output="chunks", model={"latency_ms": 5.0})
+    publisher = rig.peer.create_publisher(ChunkStatus, "policy_node/chunk_status", 5)
+    rig.configure()
+    assert rig.node.trigger_activate() is SUCCESS
+    rig.until(lambda: bool(rig.chunks))
+    first = rig.chunks[-1]
+    refusal = ChunkStatus(epoch=first.epoch, chunk_id=first.chunk_id, refusal=int(Refusal.WRONG_EPOCH), text="planted")
+    publisher.publish(refusal)
+    rig.until(lambda: rig.status.refusals[Refusal.WRONG_EPOCH] == 1 and rig.chunks[-1].chunk_id > first.chunk_id)
+
+
+def test_trajectory_without_controller_state_is_not_believed(make_rig: Make) -> None:
+    rig = make_rig(output="trajectory")
+    rig.configure()
+    assert rig.node.trigger_activate() is SUCCESS
+    rig.until(lambda: "controller state" in rig.status.last_refusal_text)
+
+
+def test_trajectory_for_a_delta_robot_is_a_users_error(make_rig: Make) -> None:
+    rig = make_rig(robot="metaworld_sawyer", output="trajectory")
+    assert rig.node.trigger_configure() is FAILURE
+    assert "joint_position" in rig.node._last_error and not rig.node._safety().latched

@@ -175,7 +175,7 @@ SPEC = {"name": "a", "dtype": "uint8", "shape": [2, 3]}
         ([_header(BEAT) + b"tail"], "schema"),
         ([pickle.dumps({"kind": "heartbeat"})], "version"),
         ([b"\x01" + pickle.dumps({"kind": "heartbeat"})], "schema"),
-        ([b"\x01" + b"\x91" * 100_000], "schema"),  # nesting
+        ([b"\x01\x81\xa7message\x82\xa4kind\xa5hello\xa5robot\x81\xa1a" + b"\x91" * 100_000], "recursion"),
     ],
 )
 def test_malformed_messages_are_refused(frames: list[bytes], text: str) -> None:
