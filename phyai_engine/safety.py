@@ -161,7 +161,7 @@ class StopPlanner:
         speed = rate if self.kind is ActionType.JOINT_POSITION else np.where(self.absolute, 0.0, value)
         loss = self.acceleration_max * self.dt_s
         with np.errstate(invalid="ignore"):
-            steps = np.where(speed == 0.0, 0.0, np.ceil(np.abs(speed) / loss))
+            steps = np.where(speed == 0.0, 0.0, np.ceil(np.abs(speed) / loss - 1e-9))  # rounding adds no step
         count = int(min(STOP_STEPS_MAX, max(1.0, steps.max(initial=0.0))))
         k = np.arange(1, count + 1)[:, None]
         with np.errstate(invalid="ignore"):

@@ -258,8 +258,8 @@ class Player:
         A newer epoch in which the robot may move comes only from an activation, a re-arm or a flush, all of them
         asked for by a person, so it also clears this player's latch.
         """
-        if epoch <= self.safety.epoch and playing:
-            return
+        if epoch < self.safety.epoch or (playing and epoch == self.safety.epoch):
+            return  # an old report that was kept for late joiners, or nothing new
         if not playing:
             self.stop()
         elif self.safety.may_play:

@@ -51,7 +51,7 @@ if all(importlib.util.find_spec(name) for name in ("rclpy", "phyai_policy")):
 
 def two_joints() -> RobotConfig:
     """Two joints, 2 rad/s, 5 rad/s^2: 1 rad/s is lost in ten steps."""
-    limits = {"lower": -2.0, "upper": 2.0, "velocity_max": 2.0, "acceleration_max": 5.0}
+    limits: Any = {"lower": -2.0, "upper": 2.0, "velocity_max": 2.0, "acceleration_max": 5.0}
     return RobotConfig(
         robot_id="two_joints",
         action_type="joint_position",
@@ -103,6 +103,9 @@ class Written:
 
     def consumed(self) -> int | None:
         return self.reported
+
+    def take_rejection(self) -> RefusalError | None:
+        return None
 
     def reset(self, consumed: int) -> None:
         self.reported = None if self.ticks else consumed

@@ -182,10 +182,10 @@ def test_an_engine_that_dies_is_an_abort_that_waits_for_nothing(bench: Make) -> 
 
 @pytest.mark.parametrize("kind", ["joint_velocity", "cartesian_delta"])
 @pytest.mark.fault(45)
-def test_a_gripper_keeps_its_grip_when_the_arm_is_stopped(bench: Make, kind: str) -> None:
+def test_a_gripper_keeps_its_grip_when_the_arm_is_stopped(bench: Make, kind: Any) -> None:
     """Zeros stop a velocity or delta robot, but a gripper that is commanded zero lets go."""
     loop = bench()
-    limits = {"lower": -1.0, "upper": 1.0, "acceleration_max": 10.0}
+    limits: Any = {"lower": -1.0, "upper": 1.0, "acceleration_max": 10.0}
     robot = RobotConfig(
         robot_id="hand",
         action_type=kind,

@@ -70,29 +70,35 @@ class Caller:
         return future.result()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--latency-ms", type=float, default=2000.0)
-    parser.add_argument("--seed", type=int, default=1)
-    chosen = options(parser)
-    folder = Path(tempfile.mkdtemp())
+def model_file(latency_ms: float) -> str:
+    """The fake model with this latency and a horizon that outlasts it."""
     model = {
         "family": "fake",
         "normalisation": {"kind": "limits"},
         "options": {
             "horizon": 250,
             "action_dim": 8,
-            "latency_ms": chosen.latency_ms,
+            "latency_ms": latency_ms,
             "cameras": ["base_0_rgb", "left_wrist_0_rgb"],
         },
     }
-    (folder / "model.yaml").write_text(yaml.safe_dump(model), encoding="utf-8")
+    path = Path(tempfile.mkdtemp()) / "model.yaml"
+    path.write_text(yaml.safe_dump(model), encoding="utf-8")
+    return str(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--latency-ms", type=float, default=2000.0)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = options(parser)
+    file = model_file(chosen.latency_ms)
     python, quiet = sys.executable, {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     sim = subprocess.Popen([python, "-m", "phyai_ros.sim_node", "--ros-args", "-p", "robot:=arm7"], **quiet)
     given = {
         "robot": "arm7",
-        "model": str(folder / "model.yaml"),
+        "model": file,
         "warm_up_count": "1",
         "request_timeout_s": "30.0",
     }
@@ -102,6 +108,7 @@ def main() -> int:
     caller = Caller()
     chance = random.Random(chosen.seed)
     delays, replies, old, phases = [], [], 0, {"armed": 0, "running": 0, "holding": 0}
+    refused: list[str] = []
     try:
         change = caller.node.create_client(ChangeState, "policy_node/change_state")
         for number in (Transition.TRANSITION_CONFIGURE, Transition.TRANSITION_ACTIVATE):
@@ -126,7 +133,11 @@ def main() -> int:
             replies.append((time.monotonic() - began) * 1e3)
             assert caller.until(lambda: caller.status.safety_state == SafetyState.LATCHED, 5.0)
             old += sum(t > stops[0] and m.kind == CommandKind.ACTION and m.epoch <= epoch for t, m in caller.heard)
-            assert caller.call(caller.rearm, Trigger.Request()).success
+            end = time.monotonic() + 10.0
+            while not (answer := caller.call(caller.rearm, Trigger.Request())).success:
+                refused.append(answer.message)  # rightly, without a fresh observation
+                assert time.monotonic() < end, f"re-arm refused: {answer.message}"
+                caller.until(lambda: False, 0.1)
     finally:
         for process in (policy, sim):
             process.send_signal(signal.SIGINT)
@@ -143,6 +154,7 @@ def main() -> int:
         ("call -> reply ms", f"p50 {np.median(replies):.2f}, max {max(replies):.2f}", None),
         ("old-epoch actions after the stop", str(old), old == 0),
         ("state when aborted", ", ".join(f"{k} {v}" for k, v in phases.items()), None),
+        ("re-arms refused at first", f"{len(refused)} {refused[-1] if refused else ''}", None),
         ("exit codes after SIGINT", str(codes), not any(codes)),
     ]
     title = f"abort: {chosen.count} calls, {chosen.latency_ms:.0f} ms a chunk, engine process"

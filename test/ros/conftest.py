@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,19 @@ from phyai_engine.types import CommandKind, SafetyState  # noqa: E402
 from phyai_ros.policy_node import PolicyNode  # noqa: E402
 
 LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
-_domains = itertools.count(1 + os.getpid() % 80)
+
+
+def free_domain() -> tuple[int, socket.socket]:
+    """A ROS domain that no other rig of this host uses, and the lock that keeps it: an abstract socket."""
+    for domain in itertools.chain(range(1 + os.getpid() % 90, 101), range(1, 101)):
+        lock = socket.socket(socket.AF_UNIX)
+        try:
+            lock.bind(f"\0phyai-test-domain-{domain}")
+        except OSError:
+            lock.close()
+            continue
+        return domain, lock
+    raise RuntimeError("all 100 test domains are in use")
 
 
 class Rig:
@@ -61,9 +74,10 @@ class Rig:
         self.model_file = tmp / "model.yaml"
         self.write_model(model or {})
         self.context = Context()
+        domain, self._domain_lock = free_domain()
         rclpy.init(
             context=self.context,
-            domain_id=next(_domains) % 100 + 1,
+            domain_id=domain,
             signal_handler_options=SignalHandlerOptions.NO,
         )
         given = {
@@ -112,7 +126,11 @@ class Rig:
 
     def _wire(self) -> None:
         sensor = QoSProfile(depth=2)
-        self._images = {c.name: self.peer.create_publisher(Image, c.topic, sensor) for c in self.robot.cameras}
+        self._images = {
+            c.name: self.peer.create_publisher(Image, c.topic, sensor)
+            for c in self.robot.cameras
+            if c.transport == "raw"
+        }
         topics = dict.fromkeys(e.topic for e in self.robot.state)
         self._joint_publishers = {t: self.peer.create_publisher(JointState, t, sensor) for t in topics}
         name = "policy_node"
@@ -214,6 +232,7 @@ class Rig:
         self.node.destroy_node()
         self.peer.destroy_node()
         rclpy.shutdown(context=self.context)
+        self._domain_lock.close()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -216,8 +217,6 @@ def test_partial_and_permuted_joints_are_mapped_by_name(make_rig: Make) -> None:
     rig.peer.destroy_timer(timer)
     session = rig.node._session
     now = rig.node.get_clock().now().nanoseconds
-    import time
-
     state = session.buffer.newest_state(time.monotonic_ns())
     assert now > 0 and state.tolist() == pytest.approx([want[n] for n in names])
 
@@ -536,3 +535,30 @@ def test_trajectory_for_a_delta_robot_is_a_users_error(make_rig: Make) -> None:
     rig = make_rig(robot="metaworld_sawyer", output="trajectory")
     assert rig.node.trigger_configure() is FAILURE
     assert "joint_position" in rig.node._last_error and not rig.node._safety().latched
+
+
+def test_compressed_cameras_drive_the_robot_too(make_rig: Make, tmp_path: Any) -> None:
+    import io
+
+    from PIL import Image as Picture
+    from sensor_msgs.msg import CompressedImage
+
+    from phyai_engine.config import resolve
+
+    text = resolve("robots", "arm7").read_text()
+    file = tmp_path / "arm7_jpeg.yaml"
+    file.write_text(text.replace("/image_raw, ", "/image_raw/compressed, transport: compressed, "))
+    rig = make_rig(robot=str(file))
+    jpeg = io.BytesIO()
+    Picture.new("RGB", (32, 24), (200, 30, 10)).save(jpeg, "JPEG", quality=95)
+    publishers = [rig.peer.create_publisher(CompressedImage, c.topic, 2) for c in rig.robot.cameras]
+
+    def send() -> None:
+        for publisher in publishers:
+            publisher.publish(rig.stamp(CompressedImage(format="rgb8; jpeg compressed bgr8", data=jpeg.getvalue())))
+
+    rig.peer.create_timer(0.05, send)
+    rig.start()
+    session = rig.node._session
+    image = session.buffer.snapshot(rig.now_ns(), time.monotonic_ns()).images["front"]
+    assert image.shape == (24, 32, 3) and np.abs(image[12, 16].astype(int) - [200, 30, 10]).max() < 8
