@@ -11,15 +11,12 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rclpy
-import yaml
-from evidence import conclude, options
+from evidence import conclude, fake_model, options
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
 from phyai_policy.msg import ActionStep, PolicyStatus
@@ -70,30 +67,13 @@ class Caller:
         return future.result()
 
 
-def model_file(latency_ms: float) -> str:
-    """The fake model with this latency and a horizon that outlasts it."""
-    model = {
-        "family": "fake",
-        "normalisation": {"kind": "limits"},
-        "options": {
-            "horizon": 250,
-            "action_dim": 8,
-            "latency_ms": latency_ms,
-            "cameras": ["base_0_rgb", "left_wrist_0_rgb"],
-        },
-    }
-    path = Path(tempfile.mkdtemp()) / "model.yaml"
-    path.write_text(yaml.safe_dump(model), encoding="utf-8")
-    return str(path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--latency-ms", type=float, default=2000.0)
     parser.add_argument("--seed", type=int, default=1)
     chosen = options(parser)
-    file = model_file(chosen.latency_ms)
+    file = fake_model(latency_ms=chosen.latency_ms, horizon=250)
     python, quiet = sys.executable, {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     sim = subprocess.Popen([python, "-m", "phyai_ros.sim_node", "--ros-args", "-p", "robot:=arm7"], **quiet)
     given = {

@@ -8,9 +8,11 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +30,15 @@ def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse with the flag every proof has."""
     parser.add_argument("--log", action="store_true", help="append the table to LOG.md")
     return parser.parse_args()
+
+
+def fake_model(**options: float) -> str:
+    """Path of a model file: the fake model with these options and two cameras."""
+    given = {"action_dim": 8, "cameras": ["base_0_rgb", "left_wrist_0_rgb"], **options}
+    content = {"family": "fake", "normalisation": {"kind": "limits"}, "options": given}
+    path = Path(tempfile.mkdtemp()) / "model.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return str(path)
 
 
 def conclude(title: str, rows: Sequence[tuple[str, str, bool | None]], *, log: bool) -> int:
@@ -51,8 +62,13 @@ def conclude(title: str, rows: Sequence[tuple[str, str, bool | None]], *, log: b
             f"`{' '.join(['python', *sys.argv])}` at {commit}; {host()}\n",
             "| what | measured | held |",
             "|---|---|---|",
-            *(f"| {w} | {f} | {'' if h is None else 'yes' if h else 'NO'} |" for w, f, h in rows),
+            *(_markdown(w, f, "" if h is None else "yes" if h else "NO") for w, f, h in rows),
         ]
         with LOG.open("a", encoding="utf-8") as stream:
             stream.write("\n".join(lines) + "\n")
     return 0 if all(held is not False for _, _, held in rows) else 1
+
+
+def _markdown(*cells: str) -> str:
+    """One row of a Markdown table."""
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -10,7 +10,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -19,8 +18,7 @@ from typing import Any
 
 import numpy as np
 import rclpy
-import yaml
-from evidence import conclude, options
+from evidence import conclude, fake_model, options
 from phyai_policy.msg import ActionStep
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.lifecycle import TransitionCallbackReturn
@@ -28,26 +26,6 @@ from rclpy.parameter import Parameter
 
 from phyai_engine.types import CommandKind
 from phyai_ros.policy_node import PolicyNode
-
-
-def model_file(latency_ms: float) -> str:
-    """The fake model with this latency, as a file."""
-    content = {
-        "family": "fake",
-        "normalisation": {"kind": "limits"},
-        "options": {
-            "horizon": 32,
-            "action_dim": 8,
-            "num_steps": 10,
-            "latency_ms": latency_ms,
-            "cameras": ["base_0_rgb", "left_wrist_0_rgb"],
-            "image_size": 64,
-        },
-    }
-    path = Path(tempfile.mkdtemp()) / "model.yaml"
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return str(path)
-
 
 Row = tuple[str, str, bool | None]
 
@@ -94,7 +72,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     chosen = options(parser)
     rclpy.init()
-    given = {"robot": "metaworld_sawyer", "model": model_file(80.0), "engine": "process"}
+    given = {
+        "robot": "metaworld_sawyer",
+        "model": fake_model(latency_ms=80.0, horizon=32, num_steps=10),
+        "engine": "process",
+    }
     node = PolicyNode(parameter_overrides=[Parameter(k, value=v) for k, v in given.items()])
     executor = SingleThreadedExecutor()
     executor.add_node(node)

@@ -41,8 +41,8 @@ LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability
 
 
 def free_domain() -> tuple[int, socket.socket]:
-    """A ROS domain that no other rig of this host uses, and the lock that keeps it: an abstract socket."""
-    for domain in itertools.chain(range(1 + os.getpid() % 90, 101), range(1, 101)):
+    """A ROS domain of its own, below those of the Makefile, and the abstract socket that reserves it on this host."""
+    for domain in itertools.chain(range(1 + os.getpid() % 50, 61), range(1, 61)):
         lock = socket.socket(socket.AF_UNIX)
         try:
             lock.bind(f"\0phyai-test-domain-{domain}")
@@ -50,7 +50,7 @@ def free_domain() -> tuple[int, socket.socket]:
             lock.close()
             continue
         return domain, lock
-    raise RuntimeError("all 100 test domains are in use")
+    raise RuntimeError("all 60 test domains are in use")
 
 
 class Rig:
