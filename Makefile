@@ -46,13 +46,13 @@ test: setup  ## the fast tier: everything but GPU and full-n evidence
 	@$(ENTER); $(PYTEST) $(ARGS)
 
 test-ros: setup  ## only the tests on real ROS 2
-	@$(ENTER); $(PYTEST) test/ros test/launch $(ARGS)
+	@$(ENTER); $(PYTEST) test/ros test/faults test/launch $(ARGS)
 
 demo: setup  ## a simulated robot driven over real ROS 2; report in out/demo
 	@$(ENTER); python -m phyai_ros.demo --out out/demo $(ARGS)
 
-prove-kilted:  ## the ROS tests on ROS 2 Kilted
-	@$(MAKE) test-ros ROS_DISTRO=kilted VENV= DOMAIN=$$(( $(DOMAIN) + 1 ))
+prove-kilted:  ## the same fast tests on ROS 2 Kilted
+	@$(MAKE) test ROS_DISTRO=kilted VENV= DOMAIN=$$(( $(DOMAIN) + 1 ))
 
 prove-sourced:  ## colcon build alone, and make setup, against a ROS sourced from elsewhere
 	@$(or $(PYTHON),python3) test/prove/sourced.py
