@@ -12,8 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+from msgspec import Struct
 
 from phyai_engine.errors import ConfigError
 
@@ -117,6 +119,42 @@ class SimRate:
     def usable(self) -> bool:
         """True when durations between stamps equal durations of this host's clock."""
         return not self.reason
+
+
+Outcome = Literal["accepted", "refused", "cancelled", "engine_error"]
+
+
+class Timing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One handoff or rejection, in the names of design.md section 7: ChunkTiming.msg without its header.
+
+    Durations in seconds of one monotonic clock, NaN = not measured.
+
+    :param refusal: lower-case name of the refusal code, "none" unless refused. :param text: the reason in words.
+    """
+
+    epoch: int
+    chunk_id: int
+    outcome: Outcome
+    refusal: str = "none"
+    text: str = ""
+    l_observe_s: float = math.nan
+    l_transfer_s: float = math.nan
+    l_queue_s: float = math.nan
+    l_inference_s: float = math.nan
+    l_actuate_s: float = math.nan
+    l_critical_s: float = math.nan
+    l_env_s: float = math.nan
+    m_ctrl_s: float = math.nan
+    m_cond_s: float = math.nan
+    m_exhaust_s: float = math.nan
+    delay_predicted_steps: int = 0
+    delay_steps: int = 0
+    execution_steps: int = 0
+    hold_steps: int = 0
+    age_s: float = math.nan
+    jump: float = math.nan
+    jump_ratio: float = math.nan
+    frozen_error: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)

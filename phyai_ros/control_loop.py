@@ -13,7 +13,7 @@ from typing import Protocol
 
 from phyai_engine.errors import RefusalError
 from phyai_engine.serve.client import Answered, Event, Failed, Lost
-from phyai_engine.timing import Window
+from phyai_engine.timing import Outcome, Timing, Window
 from phyai_engine.types import AbortCause, Observation, Refusal, Request, Schedule
 from phyai_ros.player import Player, Spliced
 
@@ -26,35 +26,6 @@ class Client(Protocol):
     def submit(self, request: Request) -> None: ...
     def cancel(self, epoch: int) -> None: ...
     def poll(self) -> Sequence[Event]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One handoff or rejection, in the names of design.md section 7; seconds, NaN = not measured."""
-
-    epoch: int
-    chunk_id: int
-    outcome: str  # accepted | refused | cancelled | engine_error
-    refusal: Refusal = Refusal.NONE
-    text: str = ""
-    l_observe_s: float = NAN
-    l_transfer_s: float = NAN
-    l_queue_s: float = NAN
-    l_inference_s: float = NAN
-    l_actuate_s: float = NAN
-    l_critical_s: float = NAN
-    l_env_s: float = NAN
-    m_ctrl_s: float = NAN
-    m_cond_s: float = NAN
-    m_exhaust_s: float = NAN
-    delay_predicted_steps: int = 0
-    delay_steps: int = 0
-    execution_steps: int = 0
-    hold_steps: int = 0
-    age_s: float = NAN
-    jump: float = NAN
-    jump_ratio: float = NAN
-    frozen_error: float = NAN
 
 
 @dataclass(slots=True)
@@ -148,7 +119,7 @@ class ControlLoop:
             chunk_id, error = rejected
             self.counters.refused += 1
             self._refuse(error)
-            self._report(Timing(self.player.safety.epoch, chunk_id, "refused", error.code, str(error)))
+            self._finish(chunk_id, "refused", refusal=error.code, text=str(error))
         self.player.catch_up()  # a request is cut where the robot is now, not where it was a tick ago
         request = self._next_request(now_ros_ns, now)
         self.player.tick()
@@ -238,17 +209,13 @@ class ControlLoop:
         self._finish(flight.chunk_id, "engine_error", text=text)
         self.abort(AbortCause.ENGINE_LOST, text)
 
-    def _finish(
-        self,
-        chunk_id: int,
-        outcome: str,
-        *,
-        refusal: Refusal = Refusal.NONE,
-        text: str = "",
-    ) -> None:
+    def _finish(self, chunk_id: int, outcome: Outcome, *, refusal: Refusal = Refusal.NONE, text: str = "") -> None:
+        """Report a chunk that will not be played; the request in flight, if it was that one, is over."""
         self.player.handoff = self.player.handoff.drop(chunk_id)
-        self._request = None
-        self._report(Timing(self.player.safety.epoch, chunk_id, outcome, refusal, text))
+        if self._request is not None and self._request.chunk_id == chunk_id:
+            self._request = None
+        epoch = self.player.safety.epoch
+        self._report(Timing(epoch=epoch, chunk_id=chunk_id, outcome=outcome, refusal=refusal.name.lower(), text=text))
 
     def _failed(self, event: Failed) -> None:
         request = self._request

@@ -6,7 +6,6 @@ its frequency tasks read a clock of their own that ignores /clock.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 from phyai_policy.msg import ChunkTiming, PolicyStatus
 
 from phyai_engine.safety import Safety
-from phyai_engine.timing import Percentiles, Window, miss_upper95
+from phyai_engine.timing import Percentiles, Timing, Window, miss_upper95
 from phyai_engine.types import Refusal, SafetyState
-from phyai_ros.control_loop import Counters, Timing
+from phyai_ros.control_loop import Counters
 from phyai_ros.stream import StreamStats
 
 OUTCOMES = {
@@ -58,13 +57,9 @@ def chunk_timing(timing: Timing, robot_id: str, stamp: Time) -> ChunkTiming:
     """The message of one handoff; field names are the same on both sides."""
     message = ChunkTiming(robot_id=robot_id)
     message.header.stamp = stamp
-    for item in dataclasses.fields(timing):
-        value = getattr(timing, item.name)
-        if item.name == "outcome":
-            value = OUTCOMES[value]
-        elif item.name == "refusal":
-            value = int(value)
-        setattr(message, item.name, value)
+    numbers = {"outcome": OUTCOMES[timing.outcome], "refusal": int(Refusal[timing.refusal.upper()])}
+    for name in Timing.__struct_fields__:
+        setattr(message, name, numbers.get(name, getattr(timing, name)))
     return message
 
 

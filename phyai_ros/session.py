@@ -24,14 +24,14 @@ from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory
 
-from phyai_engine.config import load_model, load_robot, resolve
+from phyai_engine.config import ModelConfig, load_model, load_robot, resolve
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
-from phyai_engine.timing import SimRate, TickMeter, mono_ns
+from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
 from phyai_engine.types import F64, AbortCause, ActionType, SafetyState, Schedule
 from phyai_ros import parameters
-from phyai_ros.control_loop import ControlLoop, LoopSettings, Timing
+from phyai_ros.control_loop import ControlLoop, LoopSettings
 from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
 from phyai_ros.diagnostics import Facts, chunk_timing, in_ms
 from phyai_ros.inputs import SENSOR_QOS, Guard, Inputs
@@ -184,25 +184,11 @@ class Session:
             frozen_frames=params.frozen_frames,
         )
         self.buffer.set_instruction(params.instruction)
-        signal = node.create_guard_condition(self._guard(on_engine))
-        self._stack.callback(node.destroy_guard_condition, signal)
-        self.client = EngineClient(
-            robot,
-            model,
-            params.engine,  # type: ignore[arg-type]  # its choices are checked by the table
-            on_event=signal.trigger,
-            start_timeout_s=params.engine_start_timeout_s,
-            heartbeat_timeout_s=params.engine_heartbeat_s,
-            threads=params.engine_threads,
-            warm_up_count=params.warm_up_count,
-        )
-        self._stack.callback(self.client.stop)
-        log = node.get_logger()
-        hello = self.client.start(lambda phase: log.info(f"engine: {phase}"), give_up=give_up)
+        hello = self._start_engine(model, give_up, on_engine)
         params.check_against(hello.horizon, robot.dt_s)
         warm_up = ", ".join(f"{t:.1f}" for t in hello.warm_up_ms)
         self.notes = {"decoder": why, "model": hello.note, "warm_up_ms": warm_up}
-        log.info(f"engine ready ({params.engine}): {hello.note}; warm-up {warm_up} ms; {why}")
+        node.get_logger().info(f"engine ready ({params.engine}): {hello.note}; warm-up {warm_up} ms; {why}")
         self._make_publishers(hello.horizon)
         output = self._make_output()
         self._make_loop(safety, hello, output)
@@ -226,6 +212,25 @@ class Session:
         )
         jumps = node.get_clock().create_jump_callback(threshold, post_callback=self._jumped)
         self._stack.callback(jumps.unregister)
+
+    def _start_engine(
+        self, model: ModelConfig, give_up: Callable[[], bool], on_engine: Callable[[], None]
+    ) -> EngineHello:
+        node, params, log = self._node, self.params, self._node.get_logger()
+        signal = node.create_guard_condition(self._guard(on_engine))
+        self._stack.callback(node.destroy_guard_condition, signal)
+        self.client = EngineClient(
+            self.robot,
+            model,
+            params.engine,  # type: ignore[arg-type]  # its choices are checked by the table
+            on_event=signal.trigger,
+            start_timeout_s=params.engine_start_timeout_s,
+            heartbeat_timeout_s=params.engine_heartbeat_s,
+            threads=params.engine_threads,
+            warm_up_count=params.warm_up_count,
+        )
+        self._stack.callback(self.client.stop)
+        return self.client.start(lambda phase: log.info(f"engine: {phase}"), give_up=give_up)
 
     def _jumped(self, jump: TimeJump) -> None:
         reason = f"the ROS clock jumped by {jump.delta.nanoseconds * 1e-9:.3f} s"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import platform
 import time
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from diagnostic_msgs.msg import DiagnosticArray
 from phyai_policy.msg import ActionStep, ChunkTiming, PolicyStatus
 from PIL import Image as Picture
 from rclpy.node import Node
@@ -54,6 +55,7 @@ class Watch:
         self.joint_rows: list[tuple[float, dict[str, float]]] = []
         self.aborted_epoch = 0
         self.abort_reply_s = float("nan")
+        self._delivered: dict[str, float] = {}
         self.model = "unknown"
         self._zero_s = time.monotonic()
         self._zero_ros_ns = node.get_clock().now().nanoseconds
@@ -66,8 +68,6 @@ class Watch:
         node.create_subscription(PolicyStatus, f"{policy}/status", self._on_status, latched)
         node.create_subscription(ActionStep, f"{policy}/step", self._on_step, QoSProfile(depth=100))
         node.create_subscription(ChunkTiming, f"{policy}/timing", self._on_timing, QoSProfile(depth=100))
-        from diagnostic_msgs.msg import DiagnosticArray  # noqa: PLC0415
-
         node.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, QoSProfile(depth=5))
         for camera in robot.cameras:
             if camera.transport == "raw":
@@ -135,7 +135,6 @@ class Watch:
         status = self.status
         names = [n for n in (e.name for e in self.robot.state) if any(n in row for _, row in self.joint_rows)]
         complete = [(t, row) for t, row in self.joint_rows if all(n in row for n in names)]
-        delivered = {} if status is None else dict(zip(status.camera_names, status.camera_delivered, strict=True))
         return Record(
             robot_id=self.robot.robot_id,
             action_names=self.robot.action_names,
@@ -158,7 +157,7 @@ class Watch:
                 name: Camera(
                     t_s=[t for t, _ in arrivals],
                     stamp_s=[s for _, s in arrivals],
-                    delivered=float(delivered.get(name, float("nan"))),
+                    delivered=self._delivered.get(name, float("nan")),
                 )
                 for name, arrivals in self._arrivals.items()
             },
@@ -171,6 +170,9 @@ class Watch:
 
     def _on_status(self, message: PolicyStatus) -> None:
         self.status = message
+        for name, share in zip(message.camera_names, message.camera_delivered, strict=True):
+            if not math.isnan(share):  # unknown again once the node is deactivated
+                self._delivered[name] = float(share)
 
     def _on_step(self, message: ActionStep) -> None:
         self.steps.append(
@@ -190,7 +192,7 @@ class Watch:
         refusal = Refusal(message.refusal).name.lower()
         self.timings.append(TimingRow.of(self.now_s, message, outcome=outcome, refusal=refusal))
 
-    def _on_diagnostics(self, message: Any) -> None:
+    def _on_diagnostics(self, message: DiagnosticArray) -> None:
         for value in message.status[0].values:
             if value.key == "model":
                 self.model = value.value

@@ -15,12 +15,12 @@ import msgspec
 from msgspec import Struct
 
 from phyai_engine.errors import ConfigError
+from phyai_engine.timing import Outcome, Timing
 
 VERSION = 1
 NAN = math.nan
 
 StepKind = Literal["action", "hold", "stop"]
-Outcome = Literal["accepted", "refused", "cancelled", "engine_error"]
 EventKind = Literal["lifecycle", "abort", "rearm", "stop", "camera", "instruction", "fault", "note"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
@@ -45,36 +45,10 @@ class StepRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     step: int = 0
 
 
-class TimingRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One handoff or rejection at ``t_s``: ChunkTiming.msg, durations in seconds.
-
-    :param refusal: lower-case name of the refusal code, "none" unless refused.
-    """
+class TimingRow(Timing, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One handoff or rejection at ``t_s``."""
 
     t_s: float
-    epoch: int
-    chunk_id: int
-    outcome: Outcome
-    refusal: str = "none"
-    text: str = ""
-    l_observe_s: float = NAN
-    l_transfer_s: float = NAN
-    l_queue_s: float = NAN
-    l_inference_s: float = NAN
-    l_actuate_s: float = NAN
-    l_critical_s: float = NAN
-    l_env_s: float = NAN
-    m_ctrl_s: float = NAN
-    m_cond_s: float = NAN
-    m_exhaust_s: float = NAN
-    delay_predicted_steps: int = 0
-    delay_steps: int = 0
-    execution_steps: int = 0
-    hold_steps: int = 0
-    age_s: float = NAN
-    jump: float = NAN
-    jump_ratio: float = NAN
-    frozen_error: float = NAN
 
     @staticmethod
     def of(t_s: float, source: object, *, outcome: str, refusal: str = "none") -> TimingRow:

@@ -16,6 +16,7 @@ from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Accepted, HandoffSettings
 from phyai_engine.safety import Safety, StopPlan
 from phyai_engine.serve.client import Answered, Event
+from phyai_engine.timing import Timing
 from phyai_engine.types import (
     F64,
     Chunk,
@@ -26,7 +27,7 @@ from phyai_engine.types import (
     Schedule,
     StageTimings,
 )
-from phyai_ros.control_loop import ControlLoop, LoopSettings, Timing
+from phyai_ros.control_loop import ControlLoop, LoopSettings
 from phyai_ros.player import Command, Player
 
 DT_S = 0.02

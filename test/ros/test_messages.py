@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 
 import pytest
 from phyai_policy.msg import ActionChunk, ActionStep, ChunkTiming, PolicyStatus
 
+from phyai_engine.timing import Timing
 from phyai_engine.types import AbortCause, ActionType, CommandKind, Refusal, SafetyState
-from phyai_ros.control_loop import Timing
 from phyai_ros.diagnostics import OUTCOMES
 
 pytestmark = pytest.mark.ros
@@ -34,5 +33,5 @@ def test_every_outcome_and_field_of_a_timing_has_its_message_counterpart() -> No
     names = {n.removeprefix("OUTCOME_").lower(): getattr(ChunkTiming, n) for n in dir(ChunkTiming) if "OUTCOME_" in n}
     assert names == {**OUTCOMES, "unknown": 0}
     fields = set(ChunkTiming.get_fields_and_field_types())
-    assert {f.name for f in dataclasses.fields(Timing)} <= fields
-    assert fields - {f.name for f in dataclasses.fields(Timing)} == {"header", "robot_id"}
+    assert set(Timing.__struct_fields__) <= fields
+    assert fields - set(Timing.__struct_fields__) == {"header", "robot_id"}
