@@ -1,7 +1,8 @@
-# Jetson Thor (aarch64, JetPack 7). NOT RUN HERE: written and linted only, for want of the machine.
+# Jetson Thor (aarch64, JetPack 7). NOT RUN HERE: written and checked by test/engine/test_package.py only, for want of the machine.
 #
 #   docker build --platform linux/arm64 -f docker/thor.Dockerfile --build-arg TORCH_INDEX_URL=... -t phyai-policy:thor .
-#   docker run --runtime nvidia --network host --ipc host phyai-policy:thor
+#   docker run --runtime nvidia --network host --ipc host phyai-policy:thor \
+#       ros2 launch phyai_policy policy.launch.py robot:=arm7 model:=pi05_demo
 #
 # ROS comes from the distribution, torch from NVIDIA's package index for this JetPack: TORCH_INDEX_URL has no default,
 # because the index is named after the JetPack release. Set the power mode on the host first: `sudo nvpmodel -m 0`.
@@ -13,7 +14,7 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         python3-dev python3-numpy python3-pil python3-venv python3-yaml python3-zmq \
-        ros-jazzy-cv-bridge ros-jazzy-diagnostic-msgs ros-jazzy-rmw-fastrtps-cpp ros-jazzy-trajectory-msgs \
+        ros-jazzy-control-msgs ros-jazzy-cv-bridge ros-jazzy-diagnostic-msgs ros-jazzy-rmw-fastrtps-cpp ros-jazzy-trajectory-msgs \
     && rm -rf /var/lib/apt/lists/*
 
 ARG TORCH_INDEX_URL

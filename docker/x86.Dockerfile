@@ -1,7 +1,8 @@
-# x86 PC with an NVIDIA card. NOT RUN HERE: written and linted only, for want of a container runtime.
+# x86 PC with an NVIDIA card. NOT RUN HERE: written and checked by test/engine/test_package.py only, for want of a container runtime.
 #
 #   docker build -f docker/x86.Dockerfile --build-arg TORCH_INDEX_URL=... -t phyai-policy:x86 .
-#   docker run --gpus all --network host --ipc host phyai-policy:x86
+#   docker run --gpus all --network host --ipc host phyai-policy:x86 \
+#       ros2 launch phyai_policy policy.launch.py robot:=arm7 model:=pi05_demo
 #
 # ROS comes from the distribution, torch from NVIDIA's or PyTorch's package index for the driver's CUDA release:
 # TORCH_INDEX_URL has no default, because it follows the driver of the host.
@@ -14,7 +15,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         libegl1 libopengl0 \
         python3-dev python3-numpy python3-pil python3-venv python3-yaml python3-zmq \
-        ros-jazzy-cv-bridge ros-jazzy-diagnostic-msgs ros-jazzy-rmw-fastrtps-cpp ros-jazzy-trajectory-msgs \
+        ros-jazzy-control-msgs ros-jazzy-cv-bridge ros-jazzy-diagnostic-msgs ros-jazzy-rmw-fastrtps-cpp ros-jazzy-trajectory-msgs \
     && rm -rf /var/lib/apt/lists/*
 
 ARG TORCH_INDEX_URL

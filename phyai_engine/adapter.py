@@ -48,7 +48,8 @@ class Adapter:
     """Everything that differs between this robot and this model.
 
     :raises ConfigError: the two do not fit: unknown camera role, too few action or state dimensions,
-        statistics of another length, an input nobody can make.
+        statistics of another length or without a finite range, an input nobody can make, a tokenizer with
+        more tokens than the model knows.
     """
 
     def __init__(self, robot: RobotConfig, model: ModelConfig, spec: ModelSpec) -> None:
@@ -64,8 +65,8 @@ class Adapter:
             robot.limit(name, np.nan) * self._action_scale + self._action_offset for name in ("lower", "upper")
         )
         action_limits = np.minimum(lower, upper), np.maximum(lower, upper)
-        self._actions = scaling(model.normalisation, "actions", action_limits)
-        self._state = scaling(model.normalisation, "state", self._state_limits())
+        self._actions = scaling(model.normalisation, "actions", action_limits, robot.action_names)
+        self._state = scaling(model.normalisation, "state", self._state_limits(), robot.state_names)
         self._driven = robot.state_index()
         self._tokenizer = prompt.tokenizer_from(model.prompt.tokenizer)
         self._check_spec()
@@ -79,9 +80,11 @@ class Adapter:
         """
         seen = request.observation
         self._check_observation(seen)
-        target, weight, gain = self._guidance(request)
+        with np.errstate(over="ignore"):  # what overflows is refused by name
+            target, weight, gain = self._guidance(request)
+            inputs = self._inputs(seen)
         return Row(
-            inputs=self._inputs(seen),
+            inputs=inputs,
             target=target,
             weight=weight,
             gain=gain,
@@ -98,9 +101,11 @@ class Adapter:
             actions and step-to-step deltas do not depend on it.
         :returns: [n, A_model] float32, zeros in padded columns; [A_model] bool, False where nothing can be
             inverted (padding, dimensions that were constant in training).
+        :raises RefusalError: NOT_FINITE: a value is too large for the model's space.
         """
         policy = actions * self._action_scale + self._action_offset
         normalised = states.pad(self._actions.normalise(policy), self.spec.action_dim)
+        _check_vectors(normalised[:, : len(self.robot.actions)], self.robot.action_names, "actions, normalised")
         known = np.zeros(self.spec.action_dim, dtype=np.bool_)
         known[: len(self.robot.actions)] = ~self._actions.constant
         return normalised, known
@@ -123,6 +128,7 @@ class Adapter:
         wanted = self.spec.inputs
         policy = seen.state * self._state_scale + self._state_offset
         normalised = self._state.normalise(policy)
+        _check_vectors(states.pad(normalised, normalised.size)[None], self.robot.state_names, "state, normalised")
         made: Inputs = {}
         if "images" in wanted:
             size = wanted["images"].shape[-1]
@@ -214,6 +220,14 @@ class Adapter:
                 got=self._model.prompt.max_tokens,
                 wanted=f"<= {spec.inputs['tokens'].shape[0]}",
             )
+        if "tokens" in spec.inputs and 0 < spec.vocabulary < self._tokenizer.vocabulary:
+            raise ConfigError(
+                f"the tokenizer has more tokens than model {spec.family} knows",
+                got=f"{self._tokenizer.vocabulary} of {self._model.prompt.tokenizer!r}",
+                wanted=f"<= {spec.vocabulary}",
+                where="prompt.tokenizer",
+                do="Raise options.vocab or choose another tokenizer.",
+            )
 
     def _check_observation(self, seen: Observation) -> None:
         names = [camera.name for camera in self.robot.cameras]
@@ -245,7 +259,7 @@ class Adapter:
             )
 
 
-def _check_vectors(rows: F64, names: tuple[str, ...], what: str) -> None:
+def _check_vectors(rows: F32 | F64, names: tuple[str, ...], what: str) -> None:
     """[n, k] rows must have a finite value for every name."""
     if rows.ndim != 2 or rows.shape[1] != len(names):
         raise RefusalError(

@@ -38,7 +38,7 @@ def readable_errors() -> Iterator[None]:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        reason = f"this command needs {error.name}. Run `pip install 'phyai-policy[{extra}]'`."
+        reason = f"this command needs {error.name}. Run `pip install '.[{extra}]'` in the checkout."
     typer.secho(reason, fg=typer.colors.RED, err=True)
     raise typer.Exit(FAILED)
 

@@ -6,9 +6,11 @@ Unknown keys are refused with their path and the nearest known name; wrong types
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import sys
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -42,6 +44,9 @@ class StateEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One action dimension in robot units with its limits; ``scale``/``offset`` as in StateEntry, undone.
 
+    :param lower: smallest value; ``upper`` largest. Always checked.
+    :param velocity_max: [unit/s], joint positions only. :param acceleration_max: [unit/s^2], the stop's
+        deceleration; needed for joint positions; a velocity robot without it stops in one step. Absent = no limit.
     :param state: name of the state entry this action drives (joint robots); empty for Cartesian deltas.
     :param absolute: a value that is held, not zeroed, when a velocity or delta robot stops (a gripper: zero
         would drop the object).
@@ -77,14 +82,27 @@ class Camera(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class CommandOutput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the robot listens to in ``steps`` output, beside ``~/step``, which is always published."""
+    """What the robot listens to in ``steps`` output, beside ``~/step``, which is always published.
+
+    :param interface: ``joint_trajectory`` one point per step (positions), ``float64_multi_array`` the values of
+        forward_command_controller, ``joint_state`` positions or velocities by name.
+    """
 
     topic: str = ""
     interface: Literal["none", "joint_trajectory", "float64_multi_array", "joint_state"] = "none"
 
 
 class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One robot file (config/robots/*.yaml)."""
+    """One robot file (config/robots/*.yaml). A topic without a leading / follows the node's namespace.
+
+    :param dt_s: control period; one action a period.
+    :param trajectory_topic: where ``output: trajectory`` writes; ``controller_state_topic`` where its time is read.
+    :param joint_max_age_s: freshness bound of joint states, by stamp and by receipt.
+    :param joint_tolerance_s: largest distance of a joint sample from the observation's instant.
+    :param joint_sample: ``nearest`` to the images, or the ``newest`` (as the policy was trained).
+    :param first_step_max: largest |first action - measured| when motion starts; joint positions only, else no limit.
+    :param seam_jump_max: largest |first new row - last command| at a handoff; likewise.
+    """
 
     robot_id: Name
     action_type: Literal["joint_position", "joint_velocity", "cartesian_delta"]
@@ -180,17 +198,25 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _construct_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, Any] = {}
+    """Merge keys are expanded here: PyYAML 6.0.4 merges what was merged before with the wrong precedence."""
+    own: dict[Any, Any] = {}
+    merged: dict[Any, Any] = {}
     for key_node, value_node in node.value:
+        at = f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}"
+        value = loader.construct_object(value_node, deep=True)  # deep: an alias inside its own anchor is refused
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            for source in value if isinstance(value, list) else [value]:
+                if not isinstance(source, dict):
+                    raise ConfigError("`<<` merges mappings only", got=source, where=at)
+                merged = {**source, **merged}  # the first that has a key gives it
+            continue
         key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            raise ConfigError(
-                f"key {key!r} stands twice",
-                where=f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}",
-                do="Keep one of them.",
-            )
-        seen[key] = loader.construct_object(value_node, deep=True)
-    return seen
+        if not isinstance(key, Hashable):
+            raise ConfigError("a key is a list or a mapping", got=key, wanted="one value", where=at)
+        if key in own:
+            raise ConfigError(f"key {key!r} stands twice", where=at, do="Keep one of them.")
+        own[key] = value
+    return {**merged, **own}
 
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
@@ -249,7 +275,9 @@ def read_yaml(path: str | Path) -> Any:
             return yaml.load(stream, Loader=_UniqueKeyLoader)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=path) from None
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # also what PyYAML lets through: no UTF-8, a 13th month, 3000 brackets
         raise ConfigError(f"not YAML: {error}", where=path) from None
 
 
@@ -271,8 +299,15 @@ def load_model(path: str | Path) -> ModelConfig:
     return convert(read_yaml(path), ModelConfig, where=str(path))
 
 
+# Where infinity means "no limit"; every other number of a robot file is finite.
+_MAY_BE_INFINITE = frozenset({"lower", "upper", "velocity_max", "acceleration_max", "first_step_max", "seam_jump_max"})
+
+
 def check_robot(robot: RobotConfig, *, where: str) -> None:
-    """Checks that span several keys of a robot file."""
+    """Checks that span several keys of a robot file, and those that its types cannot say.
+
+    :raises ConfigError: with the path of the wrong key.
+    """
     for kind, names in (
         ("state", robot.state_names),
         ("actions", robot.action_names),
@@ -280,49 +315,70 @@ def check_robot(robot: RobotConfig, *, where: str) -> None:
         ("camera topics", tuple(c.topic for c in robot.cameras)),
         ("camera roles", tuple(c.role for c in robot.cameras)),
     ):
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
+        if twice := _twice(names):
             raise ConfigError(f"{kind} names stand twice: {', '.join(twice)}", where=where)
+    _check_numbers(robot, f"{where}: $")
+    for i, entry in enumerate(robot.state):
+        _check_numbers(entry, f"{where}: $.state[{i}] ({entry.name})")
     for i, action in enumerate(robot.actions):
-        at = f"{where}: $.actions[{i}] ({action.name})"
-        if not action.lower < action.upper:
-            raise ConfigError(
-                "limits are not ordered",
-                got=f"{action.lower}..{action.upper}",
-                wanted="lower < upper",
-                where=at,
-            )
-        if action.state and action.state not in robot.state_names:
-            raise ConfigError(
-                "unknown state entry",
-                got=action.state,
-                wanted=f"one of {', '.join(robot.state_names)}",
-                where=at,
-            )
-        if robot.action_type.startswith("joint") and not action.state:
-            raise ConfigError(
-                "a joint action needs the state entry it drives",
-                where=at,
-                do="Add `state: NAME`.",
-            )
-        if robot.action_type == "joint_position" and action.acceleration_max is None:
-            raise ConfigError(
-                "acceleration_max is missing",
-                where=at,
-                do="A stop decelerates at this limit; give it in rad/s^2.",
-            )
-        if action.scale == 0.0:
-            raise ConfigError("scale is 0", where=at, wanted="a non-zero factor")
+        _check_action(robot, action, f"{where}: $.actions[{i}] ({action.name})")
+    if robot.action_type.startswith("joint") and (shared := _twice(tuple(a.state for a in robot.actions))):
+        raise ConfigError(f"two joint actions drive one state entry: {', '.join(shared)}", where=f"{where}: $.actions")
     for i, camera in enumerate(robot.cameras):
+        at = f"{where}: $.cameras[{i}] ({camera.name})"
+        _check_numbers(camera, at)
         if camera.max_age_s < camera.tolerance_s:
             raise ConfigError(
-                "max_age_s is below tolerance_s",
-                got=camera.max_age_s,
-                wanted=f">= {camera.tolerance_s}",
-                where=f"{where}: $.cameras[{i}] ({camera.name})",
+                "max_age_s is below tolerance_s", got=camera.max_age_s, wanted=f">= {camera.tolerance_s}", where=at
             )
-    if robot.command.interface != "none" and not robot.command.topic:
-        raise ConfigError("command.topic is missing", where=f"{where}: $.command.topic")
+    command, at = robot.command, f"{where}: $.command"
+    if (command.interface == "none") != (not command.topic):
+        raise ConfigError(
+            "command needs both topic and interface",
+            got=f"topic {command.topic!r}, interface {command.interface}",
+            where=at,
+            do="Give both, or leave `command` out.",
+        )
+    wrong = {"joint_trajectory": ("joint_velocity", "cartesian_delta"), "joint_state": ("cartesian_delta",)}
+    if robot.action_type in wrong.get(command.interface, ()):
+        raise ConfigError(
+            f"interface {command.interface} cannot carry {robot.action_type}",
+            where=at,
+            do="Use float64_multi_array, or let the robot read ~/step.",
+        )
+
+
+def _check_action(robot: RobotConfig, action: ActionEntry, at: str) -> None:
+    _check_numbers(action, at)
+    if not action.lower < action.upper:
+        raise ConfigError(
+            "limits are not ordered", got=f"{action.lower}..{action.upper}", wanted="lower < upper", where=at
+        )
+    if action.state and action.state not in robot.state_names:
+        raise ConfigError(
+            "unknown state entry", got=action.state, wanted=f"one of {', '.join(robot.state_names)}", where=at
+        )
+    if robot.action_type.startswith("joint") and not action.state:
+        raise ConfigError("a joint action needs the state entry it drives", where=at, do="Add `state: NAME`.")
+    if robot.action_type == "joint_position" and action.acceleration_max is None:
+        raise ConfigError(
+            "acceleration_max is missing", where=at, do="A stop decelerates at this limit; give it in rad/s^2."
+        )
+
+
+def _check_numbers(entry: Struct, at: str) -> None:
+    for name in entry.__struct_fields__:
+        value = getattr(entry, name)
+        if not isinstance(value, float):
+            continue
+        if math.isnan(value) or (math.isinf(value) and name not in _MAY_BE_INFINITE):
+            raise ConfigError(f"{name} is not finite", got=value, where=at)
+        if name == "scale" and value == 0.0:
+            raise ConfigError("scale is 0", where=at, wanted="a non-zero factor")
+
+
+def _twice(names: tuple[str, ...]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 def environment(name: str) -> str:

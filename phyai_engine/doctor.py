@@ -150,19 +150,27 @@ def check_shared_memory(machine: Machine) -> Row:
 def check_torch(machine: Machine) -> list[Row]:
     """Torch and the accelerator; without torch a robot can still use a remote engine."""
     if not machine.has_module("torch"):
-        return [Row("torch", "absent; a remote engine needs none", True, 'pip install "phyai-policy[engine]"')]
+        return [Row("torch", "absent; a remote engine needs none", True, "pip install '.[engine]' in the checkout")]
     try:
         torch = machine.import_torch()
-    except (ImportError, OSError) as error:
-        return [Row("torch", f"does not load: {error}", False, "Install a build for this driver and Python.")]
-    rows = [Row("torch", str(torch.__version__))]
-    if torch.cuda.is_available():
-        shape = torch.cuda.get_device_properties(0)
-        memory = f"{shape.total_memory / 2**30:.0f} GiB{' unified' if shape.is_integrated else ''}"
-        count = torch.cuda.device_count()
-        text = f"{count} x {shape.name}, compute {shape.major}.{shape.minor}, {memory} memory"
-        return [*rows, Row("accelerator", text)]
-    return [*rows, Row("accelerator", f"CPU, {os.cpu_count()} cores, {cpu_matrix_units(machine)}")]
+        loaded = Row("torch", str(torch.__version__))
+    except Exception as error:  # whatever a broken build raises is the finding
+        text = f"does not load: {type(error).__name__}: {error}"
+        return [Row("torch", text, False, "Install a build for this driver and Python.")]
+    try:
+        return [loaded, Row("accelerator", _accelerator(torch, machine))]
+    except Exception as error:
+        text = f"torch cannot ask for it: {type(error).__name__}: {error}"
+        return [loaded, Row("accelerator", text, False, "Check the driver, then torch's build against it.")]
+
+
+def _accelerator(torch: Any, machine: Machine) -> str:
+    if not torch.cuda.is_available():
+        return f"CPU, {os.cpu_count()} cores, {cpu_matrix_units(machine)}"
+    shape = torch.cuda.get_device_properties(0)
+    memory = f"{shape.total_memory / 2**30:.0f} GiB{' unified' if shape.is_integrated else ''}"
+    count = torch.cuda.device_count()
+    return f"{count} x {shape.name}, compute {shape.major}.{shape.minor}, {memory} memory"
 
 
 def cpu_matrix_units(machine: Machine) -> str:
@@ -202,7 +210,7 @@ def check_jetson(machine: Machine) -> list[Row]:
 def check_renderer(machine: Machine) -> Row:
     """Off-screen rendering, which only the simulated robot needs."""
     if not machine.has_module("mujoco"):
-        return Row("simulation", "absent; a robot needs none", True, 'pip install "phyai-policy[sim]"')
+        return Row("simulation", "absent; a robot needs none", True, "pip install '.[sim]' in the checkout")
     chosen = machine.environment("MUJOCO_GL")
     advice = "" if chosen in ("egl", "osmesa") else "export MUJOCO_GL=egl where there is no screen."
     text = f"mujoco {metadata.version('mujoco')}, MUJOCO_GL={chosen or 'unset'}"
@@ -210,9 +218,29 @@ def check_renderer(machine: Machine) -> Row:
 
 
 def check_caches(_machine: Machine) -> Row:
-    folder = cache_dir()
-    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    advice = "Set PHYAI_CACHE_DIR to a folder that you can read."
+    try:
+        folder = cache_dir()
+    except RuntimeError as error:  # a user without a home
+        return Row("caches", str(error), False, advice)
+    try:
+        total = _size_of(folder) if folder.is_dir() else 0
+    except OSError as error:
+        return Row("caches", f"{folder}: {error.strerror}", False, advice)
     return Row("caches", f"{folder}, {total / MIB:.1f} MiB")
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of all files below. :raises OSError: a folder of it cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return sum(
+        os.lstat(os.path.join(place, name)).st_size
+        for place, _, names in os.walk(folder, onerror=fail)
+        for name in names
+    )
 
 
 def doctor(machine: Machine | None = None) -> list[Row]:

@@ -89,6 +89,13 @@ class Envelope:
                 "jumps from the last command by more than seam_jump_max",
             )
         elif measured is not None:
+            unknown = np.isnan(measured)
+            if unknown.any() and math.isfinite(self.first_step_max):
+                raise RefusalError(
+                    Refusal.STALE,
+                    f"no fresh measured value of {self.names[int(np.argmax(unknown))]}",
+                    wanted="one to compare the first step with (first_step_max)",
+                )
             self._near(
                 first,
                 measured,

@@ -29,6 +29,8 @@ from phyai_engine.weights.loading import read_tensors
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
+_NUMBERS = "biuf"  # numpy's kinds of dtype that hold real numbers
+
 # How a recorded sample is run: as recorded, as a batch of one, and beside other rows, two of them guided.
 MODES = ("recorded", "alone", "mixed")
 
@@ -37,7 +39,9 @@ MODES = ("recorded", "alone", "mixed")
 class Comparison:
     """One recorded array, or one step of it, in one mode; the error is over all samples.
 
-    :param shape: as recorded, batch included. :param max_abs: NaN if ours is not finite or has another shape.
+    :param shape: as recorded, batch included; empty if not recorded.
+    :param max_abs: NaN if a value is not finite, or if there is a fault.
+    :param fault: why the values could not be compared; empty if they were.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Comparison:
     max_abs: float
     rel_l2: float
     gate: float
+    fault: str = ""
 
     @property
     def passed(self) -> bool:
@@ -106,23 +111,28 @@ class GoldenReport:
 def run_golden(folder: Path) -> GoldenReport:
     """Run one folder with the family that its config names.
 
-    :raises ConfigError: not a golden folder, or of a family that is not supported.
+    :raises ConfigError: not a golden folder, inputs that the model cannot take, or a family that is not supported.
     :raises WeightsError: the weights do not fit the configuration.
     """
-    config, recorded = _read(folder)
-    name = str(config.get("model") or config.get("model_type") or "")
-    family = FAMILIES.get(name)
-    if family is None:
-        raise ConfigError(
-            "no golden check for this model",
-            got=repr(name),
-            wanted=f"one of {', '.join(FAMILIES)}",
-            where=folder / "config.json",
-        )
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        return family(folder, config, recorded)
+        config, recorded = _read(folder)
+        name = _family(config)
+        if name not in FAMILIES:
+            raise ConfigError(
+                "no golden check for this model",
+                got=repr(name),
+                wanted=f"one of {', '.join(FAMILIES)}",
+                where=folder / "config.json",
+            )
+        with np.errstate(invalid="ignore", over="ignore"):  # such values are reported as errors that fail
+            return FAMILIES[name](folder, config, recorded)
+    except PhyaiError:
+        raise
+    except Exception as error:  # the files are anyone's: whatever they break is said with the folder's name
+        text = f"the folder cannot be run: {type(error).__name__}: {error}"
+        raise ConfigError(text, where=folder) from error
     finally:
         torch.set_float32_matmul_precision(precision)
 
@@ -143,8 +153,9 @@ def golden_command(folder: str, first_bad: bool) -> int:
         console.print(report.table())
     bad = report.first_bad
     if bad is not None:
-        text = f"first bad: {bad.label}, mode {bad.mode}: max abs {bad.max_abs:.2e}, gate {bad.gate:.0e}"
-        console.print(f"{text}, relative L2 {bad.rel_l2:.2e}", style="red", markup=False, soft_wrap=True)
+        figures = f"max abs {bad.max_abs:.2e}, gate {bad.gate:.0e}, relative L2 {bad.rel_l2:.2e}"
+        text = f"first bad: {bad.label}, mode {bad.mode}: {bad.fault or figures}"
+        console.print(text, style="red", markup=False, soft_wrap=True)
     elif report.not_compared:
         text = f"not compared: {', '.join(report.not_compared)}"
         console.print(text, style="red", markup=False, soft_wrap=True)
@@ -155,16 +166,26 @@ def golden_command(folder: str, first_bad: bool) -> int:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Arrays]:
+    """The configuration without its null values, and every recorded array."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ConfigError("config.json is not an object", where=folder / "config.json")
-        with np.load(folder / "io.npz", allow_pickle=False) as archive:
-            return config, {name: archive[name] for name in archive.files}
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"not a golden folder: {error}", wanted="config.json, io.npz and *.safetensors", where=folder
-        ) from None
+        # Opened here, as numpy leaves the file open when it is no archive.
+        with (folder / "io.npz").open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            recorded = {name: archive[name] for name in archive.files}
+    except Exception as error:  # a damaged archive raises what zipfile, zlib or numpy's parsers happen to raise
+        text = f"not a golden folder: {type(error).__name__}: {error}"
+        raise ConfigError(text, wanted="config.json, io.npz and *.safetensors", where=folder) from error
+    return _object(config, "config.json", folder), recorded
+
+
+def _object(value: Any, what: str, folder: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} is not an object", where=folder / "config.json")
+    return {key: entry for key, entry in value.items() if entry is not None}
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    return str(config.get("model") or config.get("model_type") or "")
 
 
 def _nan_last(value: float) -> tuple[bool, float]:
@@ -183,6 +204,14 @@ def _errors(ours: Array, theirs: Array) -> tuple[float, float]:
 _PI_GATES = {"prefix_mask": 0.0, "prefix": 1e-5, "v_steps": 2e-5, "x_steps": 1e-5, "actions": 1e-5}
 _PI_CACHE = re.compile(r"prefix_([kv])_layer(\d+)")
 _PI_STEPS = ("x_steps", "v_steps")
+# Sizes that a configuration may leave out: option, array, its rank, the axis; of two the later one counts.
+_PI_SIZES = (
+    ("prompt_len", "tokens", 2, 1),
+    ("action_horizon", "noise", 3, 1),
+    ("action_dim", "noise", 3, 2),
+    ("num_steps", "v_steps", 4, 0),
+    ("num_steps", "x_steps", 4, 0),
+)
 
 
 def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> GoldenReport:
@@ -199,7 +228,8 @@ def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> GoldenRepo
         batch = [_pi_partner(first, count), last, _pi_partner(last, count), first]
         out = _pi_trace(model, batch, noise)
         traces["mixed"] += [out[3], out[1]][: count - i]
-    comparisons = [_pi_compare(entry, mode, traces[mode], recorded) for entry in _pi_order(recorded) for mode in MODES]
+    order = _pi_order(recorded, model.options)
+    comparisons = [_pi_compare(entry, mode, traces[mode], recorded) for entry in order for mode in MODES]
     known = {"tokens", "token_mask", "state", "noise", *(c.name for c in comparisons)}
     inputs = {f"{kind}_{camera}" for kind in ("image", "mask") for camera in model.options.cameras}
     rest = sorted(recorded.keys() - known - inputs)
@@ -209,58 +239,80 @@ def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> GoldenRepo
 def _pi_setup(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> tuple[PiModel, list[Row], list[Array]]:
     """Model, the recorded samples as unguided rows (seed = index into the noise list), and the noise list."""
     tensors = read_tensors(folder)
-    try:
-        options = _pi_options(config, recorded, tensors)
-        model = PiModel.from_state(options, tensors, where=folder)
-        samples = dict(recorded)
-        samples["images"] = np.stack([recorded[f"image_{c}"] for c in options.cameras], axis=1)
-        samples["image_mask"] = np.stack([recorded[f"mask_{c}"] for c in options.cameras], axis=1)
-        noise = list(recorded["noise"])
-        free = np.zeros(noise[0].shape, np.float32)
-        rows = [
-            Row(
-                inputs={name: samples[name][i] for name in model.spec.inputs},
-                target=free,
-                weight=free,
-                gain=np.zeros(options.num_steps, np.float32),
-                seed=i,
-            )
-            for i in range(len(noise))
-        ]
-    except KeyError as error:
-        raise ConfigError(f"{error} is not recorded", where=folder) from None
-    return model, rows, [*noise, *np.negative(recorded["noise"])]
+    options = _pi_options(folder, config, recorded, tensors)
+    model = PiModel.from_state(options, tensors, where=folder)
+    samples, noise = _pi_inputs(folder, model, recorded)
+    free = np.zeros(noise.shape[1:], np.float32)
+    gain = np.zeros(options.num_steps, np.float32)
+    rows = [
+        Row(inputs={name: array[i] for name, array in samples.items()}, target=free, weight=free, gain=gain, seed=i)
+        for i in range(len(noise))
+    ]
+    return model, rows, [*noise, *np.negative(noise)]
 
 
-def _pi_options(config: Mapping[str, Any], recorded: Arrays, tensors: Mapping[str, Any]) -> PiOptions:
+def _pi_options(
+    folder: Path, config: Mapping[str, Any], recorded: Arrays, tensors: Mapping[str, torch.Tensor]
+) -> PiOptions:
     """Sizes from the configuration; what it leaves out from the recorded arrays and the weights."""
-    given = {**config, **config.get("dims", {})}
-    cameras = given.get("cameras") or [n.removeprefix("image_") for n in recorded if n.startswith("image_")]
-    steps, _, horizon, action_dim = recorded["x_steps"].shape
-    derived: dict[str, Any] = {
-        "variant": config["model"],
-        "cameras": cameras,
-        "image_size": recorded[f"image_{cameras[0]}"].shape[-1],
-        "prompt_len": recorded["tokens"].shape[1],
-        "num_steps": steps,
-        "action_horizon": horizon,
-        "action_dim": action_dim,
-    }
-    patch = next((t.shape[-1] for n, t in tensors.items() if n.endswith("patch_embedding.weight")), None)
-    rows = next(
-        (
-            t.shape[0]
-            for n, t in tensors.items()
-            if n.endswith("layers.0.self_attn.k_proj.weight") and "language_model" in n
-        ),
-        None,
-    )
-    if patch is not None:
-        derived["patch"] = patch
-    if rows is not None and "head_dim" in given:
-        derived["kv_heads"] = rows // given["head_dim"]
+    given = {**config, **_object(config.get("dims", {}), "dims", folder)}
+    images = [name for name in recorded if name.startswith("image_")]
+    derived: dict[str, Any] = {"cameras": [name.removeprefix("image_") for name in images]}
+    sizes = [*_PI_SIZES, *(("image_size", name, 4, 3) for name in images)]
+    for option, name, rank, axis in sizes:
+        shape = recorded[name].shape if name in recorded else ()
+        if len(shape) == rank and shape[axis]:
+            derived[option] = shape[axis]
+        elif name not in _PI_STEPS:  # an input; a trajectory of another shape fails when it is compared
+            raise ConfigError(f"{name!r} is not recorded, or not with {rank} axes", where=folder / "io.npz")
+    head_dim = given.get("head_dim")
+    for name, tensor in tensors.items():
+        if name.endswith("patch_embedding.weight"):
+            derived["patch"] = tensor.shape[-1]
+        if name.endswith("language_model.layers.0.self_attn.k_proj.weight") and isinstance(head_dim, int):
+            derived["kv_heads"] = tensor.shape[0] // max(1, head_dim)
     fields = {name: given[name] for name in PiOptions.__struct_fields__ if name in given}
-    return convert({**derived, **fields}, PiOptions, where="config.json")
+    if isinstance(fields.get("dtype"), str):
+        fields["dtype"] = fields["dtype"].removeprefix("torch.")
+    return convert({**derived, **fields, "variant": _family(config)}, PiOptions, where=str(folder / "config.json"))
+
+
+def _pi_inputs(folder: Path, model: PiModel, recorded: Arrays) -> tuple[dict[str, Array], Array]:
+    """The model's inputs [B, ...] and the noise [B, H, A], in the model's dtypes."""
+    where = folder / "io.npz"
+    options, specs = model.options, model.spec.inputs
+    count = max(1, len(recorded["noise"]))
+    noise = _input(recorded, "noise", (count, options.action_horizon, options.action_dim), "float32", where)
+    samples: dict[str, Array] = {}
+    for name, spec in specs.items():
+        if name in ("images", "image_mask"):
+            kind = "image" if name == "images" else "mask"
+            shape = (count, *spec.shape[1:])
+            each = [_input(recorded, f"{kind}_{c}", shape, spec.dtype, where) for c in options.cameras]
+            samples[name] = np.stack(each, axis=1)
+        else:
+            samples[name] = _input(recorded, name, (count, *spec.shape), spec.dtype, where)
+    said = samples["tokens"][samples["token_mask"]]
+    if said.size and not 0 <= said.min() <= said.max() < options.vocab:
+        text = f"{said.min()} to {said.max()}"
+        raise ConfigError("token ids outside the vocabulary", got=text, wanted=f"below {options.vocab}", where=where)
+    return samples, noise
+
+
+def _input(recorded: Arrays, name: str, shape: tuple[int, ...], dtype: str, where: Path) -> Array:
+    """A recorded input, cast to the dtype that the model takes; whole numbers and truths must stay what they are."""
+    if name not in recorded:
+        raise ConfigError(f"{name!r} is not recorded", where=where)
+    array = recorded[name]
+    cast = array.astype(dtype) if array.shape == shape and array.dtype.kind in _NUMBERS else None
+    if cast is None or (cast.dtype.kind != "f" and not np.array_equal(cast, array)):
+        raise ConfigError(
+            f"{name} does not fit the model",
+            got=f"{array.dtype} {list(array.shape)}",
+            wanted=f"values of {dtype} {list(shape)}",
+            where=where,
+        )
+    return cast
 
 
 def _pi_partner(row: Row, count: int) -> Row:
@@ -324,30 +376,45 @@ def _pi_trace(model: PiModel, rows: Sequence[Row], noise: Sequence[Array]) -> li
     return [{name: array[i] for name, array in host.items()} for i in range(len(rows))]
 
 
-def _pi_order(recorded: Arrays) -> list[tuple[str, int | None]]:
-    """The recorded arrays in the order in which the forward pass makes them; steps one by one."""
+def _pi_order(recorded: Arrays, options: PiOptions) -> list[tuple[str, int | None]]:
+    """What is compared, in the order in which the forward pass makes it; steps one by one.
+
+    Besides every recorded array these are the ones that each folder of the family must hold. A trajectory with
+    another number of steps is one entry.
+    """
+    ends = {0, options.depth - 1}
+    layers = sorted(ends | {int(m[2]) for name in recorded if (m := _PI_CACHE.fullmatch(name))})
+    required = {"prefix_embeddings", *_PI_STEPS, "actions"} | {f"prefix_{kind}_layer{i}" for i in ends for kind in "kv"}
     order: list[tuple[str, int | None]] = [("prefix_mask", None), ("prefix_embeddings", None)]
-    layers = sorted({int(m[2]) for name in recorded if (m := _PI_CACHE.fullmatch(name))})
     order += [(f"prefix_{kind}_layer{i}", None) for i in layers for kind in "kv"]
-    steps = max((len(recorded[name]) for name in _PI_STEPS if name in recorded), default=0)
-    order += [(name, k) for k in range(steps) for name in _PI_STEPS]
-    return [entry for entry in [*order, ("actions", None)] if entry[0] in recorded]
+    whole = [name for name in _PI_STEPS if name not in recorded or recorded[name].shape[:1] != (options.num_steps,)]
+    for k in range(options.num_steps):
+        order += [(name, None if name in whole else k) for name in _PI_STEPS if k == 0 or name not in whole]
+    return [entry for entry in [*order, ("actions", None)] if entry[0] in recorded or entry[0] in required]
 
 
 def _pi_compare(
     entry: tuple[str, int | None], mode: str, trace: Sequence[Mapping[str, Array]], recorded: Arrays
 ) -> Comparison:
     name, step = entry
-    theirs = recorded[name] if step is None else recorded[name][step]
-    shape, max_abs, rel_l2 = theirs.shape, float("nan"), float("nan")
-    if name in trace[0]:  # else a layer that the model does not have
-        ours = np.stack([sample[name] if step is None else sample[name][step] for sample in trace])
-        if ours.shape == shape:
-            if name.startswith("prefix_") and name != "prefix_mask":
-                valid = np.asarray(recorded["prefix_mask"], dtype=bool)  # elsewhere the values mean nothing
-                ours, theirs = (_tokens_second(name, array)[valid] for array in (ours, theirs))
-            max_abs, rel_l2 = _errors(ours, theirs)
-    return Comparison(name, step, mode, shape, max_abs, rel_l2, _PI_GATES.get(name, _PI_GATES["prefix"]))
+    gate, nan = _PI_GATES.get(name, _PI_GATES["prefix"]), float("nan")
+    if name not in recorded:
+        return Comparison(name, step, mode, (), nan, nan, gate, "not recorded")
+    theirs = recorded[name]
+    shape = theirs.shape if step is None else theirs.shape[1:]
+    if name not in trace[0]:
+        return Comparison(name, step, mode, shape, nan, nan, gate, "the model has no such layer")
+    ours = np.stack([sample[name] for sample in trace], axis=1 if name in _PI_STEPS else 0)
+    if ours.shape != theirs.shape or theirs.dtype.kind not in _NUMBERS:
+        fault = f"recorded as {theirs.dtype} {list(theirs.shape)}, ours is {ours.dtype} {list(ours.shape)}"
+        return Comparison(name, step, mode, shape, nan, nan, gate, fault)
+    if step is not None:
+        ours, theirs = ours[step], theirs[step]
+    elif name.startswith("prefix_") and name != "prefix_mask":
+        # Elsewhere the values mean nothing. Our own mask: a recorded one that differs fails by itself.
+        valid = np.stack([sample["prefix_mask"] for sample in trace])
+        ours, theirs = (_tokens_second(name, array)[valid] for array in (ours, theirs))
+    return Comparison(name, step, mode, shape, *_errors(ours, theirs), gate)
 
 
 def _tokens_second(name: str, array: Array) -> Array:

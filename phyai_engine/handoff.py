@@ -157,11 +157,13 @@ class Handoff:
 
     def advance_to(self, consumed: int) -> Handoff:
         """Take the count reported by a player elsewhere (ChunkStatus, controller time). Never goes backwards."""
-        behind = min(consumed - self.consumed, self.remaining_steps)
-        if behind <= 0 or self.playing is None:
+        steps = consumed - self.consumed
+        if steps <= 0:
             return self
-        playing = replace(self.playing, next_row=self.playing.next_row + behind)
-        return replace(self, playing=playing, consumed=self.consumed + behind)
+        if self.playing is None:
+            return replace(self, consumed=consumed)
+        playing = replace(self.playing, next_row=self.playing.next_row + min(steps, self.remaining_steps))
+        return replace(self, playing=playing, consumed=consumed)
 
     def committed_now(self) -> Committed | None:
         """The rows the next inference must continue, cut at this instant; None when nothing is left or wanted."""
@@ -189,7 +191,7 @@ class Handoff:
             consumed_at=self.consumed,
             held_at=self.held,
             delay_steps=self.predicted_delay,
-            execution_steps=self.start_row,
+            execution_steps=self.start_row if self.playing is None else self.playing.next_row,
             remaining_steps=self.remaining_steps,
             committed=None if committed is None else committed.actions,
         )
@@ -303,5 +305,8 @@ class Handoff:
         return replace(self, playing=playing, in_flight=None, delays=delays), facts
 
     def cleared(self) -> Handoff:
-        """After abort, deactivate or flush: nothing plays, nothing is awaited; the delay history starts anew."""
-        return replace(self, playing=None, in_flight=None, delays=())
+        """After abort, deactivate or flush: nothing plays, nothing is awaited; the delay history starts anew.
+
+        Chunk ids start anew too: the new epoch keeps old ones out, and a policy node that restarted counts from 1.
+        """
+        return replace(self, playing=None, in_flight=None, delays=(), last_chunk_id=0)

@@ -93,7 +93,7 @@ class Policy:
         """One answer per request, in order; an error of one never loses the others.
 
         :returns: a Chunk, or a RefusalError (the observation or the result is unusable), a CancelledError,
-            or an EngineError (the model raised).
+            or an EngineError (the model or the adapter raised).
         """
         began = [0] * len(requests)
         answers: list[Answer | None] = [None] * len(requests)
@@ -102,13 +102,16 @@ class Policy:
             began[i] = time.monotonic_ns()
             try:
                 row = self.adapter.encode(request, None if cancels is None else cancels[i])
-            except PhyaiError as error:
-                answers[i] = error
+            except Exception as error:  # also a defect: the other rows must not pay for it
+                answers[i] = _as_engine_error(error, "the adapter")
             else:
                 rows[i] = row, _ms_since(began[i])
         results = self._run([row for row, _ in rows.values()])
         for (i, (_, encode_ms)), result in zip(rows.items(), results, strict=True):
-            answers[i] = self._answer(requests[i], result, encode_ms, began[i])
+            try:
+                answers[i] = self._answer(requests[i], result, encode_ms, began[i])
+            except Exception as error:
+                answers[i] = _as_engine_error(error, "the adapter")
         return [answer for answer in answers if answer is not None]
 
     def warm_up(self, count: int = 2) -> list[float]:
@@ -137,7 +140,7 @@ class Policy:
                 if len(batch) > 1:
                     results += [result for row in batch for result in self._run([row])]
                 else:
-                    results.append(_as_engine_error(error))
+                    results.append(_as_engine_error(error, "the model"))
         return results
 
     def _answer(self, request: Request, result: RowResult | PhyaiError, encode_ms: float, began: int) -> Answer:
@@ -185,10 +188,10 @@ class Policy:
         return Request(0, 0, seen, committed if guided else None, seed=0, remaining_ms=float("nan"))
 
 
-def _as_engine_error(error: Exception) -> PhyaiError:
+def _as_engine_error(error: Exception, who: str) -> PhyaiError:
     if isinstance(error, PhyaiError):
         return error
-    wrapped = EngineError(f"the model raised {type(error).__name__}: {error}")
+    wrapped = EngineError(f"{who} raised {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
 

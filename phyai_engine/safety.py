@@ -119,6 +119,7 @@ class StopPlan:
 class StopPlanner:
     """Plans decelerate-then-hold for one robot.
 
+    :param velocity_max: [A] unit/s: a seam between two chunks is no motion, so no faster rate is believed.
     :param acceleration_max: [A] unit/s^2, infinity where the robot file gives none.
     :param absolute: [A] bool, values held while a velocity or delta robot stops.
     """
@@ -127,6 +128,7 @@ class StopPlanner:
     dt_s: float
     lower: F64
     upper: F64
+    velocity_max: F64
     acceleration_max: F64
     absolute: NDArray[np.bool_]
 
@@ -138,6 +140,7 @@ class StopPlanner:
             dt_s=robot.dt_s,
             lower=robot.limit("lower", -math.inf),
             upper=robot.limit("upper", math.inf),
+            velocity_max=robot.limit("velocity_max", math.inf),
             acceleration_max=robot.limit("acceleration_max", math.inf),
             absolute=np.array([a.absolute for a in robot.actions]),
         )
@@ -158,7 +161,10 @@ class StopPlanner:
         if self.kind is ActionType.CARTESIAN_DELTA:
             held = np.where(self.absolute, value, 0.0)[None, :]
             return StopPlan(held, np.zeros_like(held))
-        speed = rate if self.kind is ActionType.JOINT_POSITION else np.where(self.absolute, 0.0, value)
+        if self.kind is ActionType.JOINT_POSITION:
+            speed = np.clip(rate, -self.velocity_max, self.velocity_max)
+        else:
+            speed = np.where(self.absolute, 0.0, value)
         loss = self.acceleration_max * self.dt_s
         with np.errstate(invalid="ignore"):
             steps = np.where(speed == 0.0, 0.0, np.ceil(np.abs(speed) / loss - 1e-9))  # rounding adds no step

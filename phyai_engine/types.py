@@ -220,6 +220,7 @@ class ModelSpec:
     :param horizon: H. :param action_dim: A of the model (padded). :param times: flow time of each step, t=1 noise.
     :param inputs: name -> BufferSpec of one row.
     :param cameras: camera roles in the model's order.
+    :param vocabulary: token ids it knows, 0 where that is unknown.
     """
 
     family: str
@@ -228,3 +229,4 @@ class ModelSpec:
     times: tuple[float, ...]
     inputs: Mapping[str, BufferSpec]
     cameras: tuple[str, ...]
+    vocabulary: int = 0

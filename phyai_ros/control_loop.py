@@ -51,7 +51,7 @@ class LoopSettings:
     """Constants of one activation.
 
     :param seed: noise seed of chunk k is ``seed + k``.
-    :param request_timeout_s: an unanswered request older than this is cancelled and counted.
+    :param request_timeout_s: an unanswered request older than this stops the robot and sets the latch.
     :param hold_max_s: holding longer than this (with something to hold) sets the abort latch; 0 = never.
     """
 
@@ -71,6 +71,7 @@ class ControlLoop:
     :param player: the last writer.
     :param mono_ns: monotonic clock.
     :param report: called once per handoff or rejection.
+    :param refused: told of every refused observation or chunk, in words.
     :param clock_fault: why durations are not usable now (simulated time at another rate), or "".
     """
 
@@ -83,6 +84,7 @@ class ControlLoop:
         mono_ns: Callable[[], int],
         report: Callable[[Timing], None],
         clock_fault: Callable[[], str] = lambda: "",
+        refused: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.player = player
         self.counters = Counters()
@@ -94,6 +96,7 @@ class ControlLoop:
         self._mono_ns = mono_ns
         self._report = report
         self._clock_fault = clock_fault
+        self._refused = refused
         self._request: Request | None = None
         self._chunk_id = 0
         self._last_consumed: int | None = None  # steps consumed at the handoff before
@@ -117,7 +120,9 @@ class ControlLoop:
         self._expire(now)
         if (rejected := self.player.take_rejection()) is not None:
             chunk_id, error = rejected
+            self.counters.accepted -= 1
             self.counters.refused += 1
+            self._request = None  # what is in flight was cut for a chunk that does not play
             self._refuse(error)
             self._finish(chunk_id, "refused", refusal=error.code, text=str(error))
         self.player.catch_up()  # a request is cut where the robot is now, not where it was a tick ago
@@ -165,13 +170,20 @@ class ControlLoop:
         self._drop_request()
 
     def _drop_request(self) -> None:
-        self._request = None
+        """After the epoch was bumped: nothing older is awaited."""
+        request, self._request = self._request, None
         self._client.cancel(self.player.safety.epoch - 1)
+        if request is not None:
+            self.counters.cancelled += 1
+            self._report(
+                Timing(epoch=request.epoch, chunk_id=request.chunk_id, outcome="cancelled", text="a new epoch began")
+            )
 
     def _refuse(self, error: RefusalError) -> None:
         self.counters.refusals[error.code] += 1
         self.counters.last_refusal = error.code
         self.counters.last_refusal_text = str(error)
+        self._refused(str(error))
 
     def _next_request(self, now_ros_ns: int, now: int) -> Request | None:
         player = self.player

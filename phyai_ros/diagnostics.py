@@ -33,7 +33,7 @@ EMPTY = Window(1).percentiles()
 class Facts:
     """Everything a status report says.
 
-    :param cameras: intake of each camera: rate and delivered fraction from stamps, drops by reason.
+    :param cameras: intake of each camera: rate and delivered fraction from stamps, drops by reason; joints likewise.
     :param notes: words about the engine. :param faults: sentences that make the level ERROR.
     """
 
@@ -49,6 +49,7 @@ class Facts:
     jitter: Percentiles = EMPTY
     ticks: int = 0
     cameras: tuple[StreamStats, ...] = ()
+    joints: tuple[StreamStats, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
@@ -103,7 +104,7 @@ def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
 
 
 def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArray:
-    """/diagnostics: one status for the policy, one for each camera; units in the keys."""
+    """/diagnostics: one status for the policy, one for each camera and JointState topic; units in the keys."""
     level, text = _level(facts)
     counters = facts.counters
     values: dict[str, object] = {
@@ -134,23 +135,21 @@ def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArr
         **facts.notes,
     }
     array = DiagnosticArray(status=[_status(f"{node_name}: policy", facts.robot_id, level, text, values)])
-    for camera in facts.cameras:
-        silent = facts.lifecycle_label == "active" and camera.rate_hz == 0
-        array.status.append(
-            _status(
-                f"{node_name}: camera {camera.name}",
-                facts.robot_id,
-                DiagnosticStatus.WARN if silent else DiagnosticStatus.OK,
-                "no frames" if silent else "receiving",
-                {
-                    "rate_hz": f"{camera.rate_hz:.1f}",
-                    "delivered": f"{camera.delivered:.4f}",
-                    **camera.dropped,
-                },
-            )
-        )
+    for kind, streams in (("camera", facts.cameras), ("joints", facts.joints)):
+        array.status += [_stream(f"{node_name}: {kind} {stream.name}", stream, facts) for stream in streams]
     array.header.stamp = stamp
     return array
+
+
+def _stream(name: str, stream: StreamStats, facts: Facts) -> DiagnosticStatus:
+    silent = facts.lifecycle_label == "active" and not stream.rate_hz > 0
+    return _status(
+        name,
+        facts.robot_id,
+        DiagnosticStatus.WARN if silent else DiagnosticStatus.OK,
+        "no messages" if silent else "receiving",
+        {"rate_hz": f"{stream.rate_hz:.1f}", "delivered": f"{stream.delivered:.4f}", **stream.dropped},
+    )
 
 
 def _level(facts: Facts) -> tuple[bytes, str]:

@@ -255,6 +255,11 @@ class ObservationBuffer:
             [s.value[0] if s is not None and now_mono_ns - s.received_mono_ns <= limit_ns else np.nan for s in newest]
         )
 
+    def measured_actions(self, now_mono_ns: int) -> F64:
+        """[A] newest measured value of what each action drives, NaN where nothing fresh is measured."""
+        driven = self._robot.state_index()
+        return np.where(driven < 0, np.nan, self.newest_state(now_mono_ns)[driven])
+
     def camera_stats(self, now_mono_ns: int) -> tuple[StreamStats, ...]:
         """Figures of the cameras, in the robot file's order."""
         return tuple(camera.meter.stats(now_mono_ns) for camera in self._cameras.values())

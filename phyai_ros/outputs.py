@@ -40,10 +40,13 @@ def to_duration(seconds: float) -> Duration:
     return Duration(sec=ns // 1_000_000_000, nanosec=ns % 1_000_000_000)
 
 
-def trajectory(names: list[str], values: F64, rates: F64, dt_s: float, stamp_ns: int = 0) -> JointTrajectory:
+def trajectory(
+    names: list[str], values: F64, rates: F64, dt_s: float, stamp_ns: int = 0, *, first_s: float | None = None
+) -> JointTrajectory:
     """A JointTrajectory that joint_trajectory_controller accepts: all joints in every point, times increase from dt.
 
     :param values: [n, A] with n >= 1. :param rates: [n, A] unit/s; the last point comes to rest.
+    :param first_s: time of the first point, dt if not given.
     :param stamp_ns: 0 = start on receipt, else a ROS time that is not past.
     """
     message = JointTrajectory(joint_names=names)
@@ -53,7 +56,7 @@ def trajectory(names: list[str], values: F64, rates: F64, dt_s: float, stamp_ns:
         JointTrajectoryPoint(
             positions=values[i].tolist(),
             velocities=(rates[i] if i < last else np.zeros_like(rates[i])).tolist(),
-            time_from_start=to_duration((i + 1) * dt_s),
+            time_from_start=to_duration((dt_s if first_s is None else first_s) + i * dt_s),
         )
         for i in range(len(values))
     ]
@@ -119,6 +122,12 @@ class StepsOutput:
     def consumed(self) -> int | None:
         return None
 
+    def ready(self) -> RefusalError | None:
+        return None
+
+    def motion(self) -> tuple[F64, F64] | None:
+        return None
+
     def take_rejection(self) -> RefusalError | None:
         return None
 
@@ -147,18 +156,17 @@ class TrajectoryOutput:
         self._robot, self._publish, self._now = robot, publish, now_ros_ns
         self._names = list(robot.action_names)
         self._dt_ns = round(robot.dt_s * 1e9)
-        self._controller_ns = 0
+        self._controller_ns = self._heard_mono_ns = 0
         self.reset(0)
 
     def reset(self, consumed: int) -> None:
         """Forget the grid: nothing is playing."""
-        self._origin_ns = self._origin_step = self._end_step = 0
-        self._heard_mono_ns = 0
+        self._origin_ns = self._origin_step = self._end_step = self._controller_ns = 0
+        self._handed: list[tuple[int, int, F64]] = []  # first step played, step of row 0, rows; the newest last
 
     def on_controller_state(self, stamp_ros_ns: int) -> None:
         """The controller's newest time stamp."""
-        self._controller_ns = max(self._controller_ns, stamp_ros_ns)
-        self._heard_mono_ns = mono_ns()
+        self._controller_ns, self._heard_mono_ns = stamp_ros_ns, mono_ns()
 
     def command(self, command: Command) -> None:
         """The controller plays; no command per tick."""
@@ -166,41 +174,74 @@ class TrajectoryOutput:
     def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
         now = self._now()
         step = base_step + facts.row
-        begin = self._origin_ns + (step - self._origin_step) * self._dt_ns
         if self._origin_ns == 0 or step >= self._end_step:
             self._origin_ns, self._origin_step = now + self._dt_ns, step
-        elif begin < now:
+        elif (begin := self._begin_ns(step)) < now:
             # Rows whose time has come are played from the chunk before, which they continue.
             step += math.ceil((now - begin) / self._dt_ns)
         rows = chunk.actions[step - base_step :]
         if len(rows) == 0:
             return
         self._end_step = base_step + len(chunk.actions)
+        self._handed = [*self._handed[-1:], (step, base_step, chunk.actions)]
         rates = np.gradient(rows, self._robot.dt_s, axis=0) if len(rows) > 1 else np.zeros_like(rows)
-        start = self._origin_ns + (step - self._origin_step) * self._dt_ns
-        self._heard_mono_ns = self._heard_mono_ns or mono_ns()
-        self._publish("trajectory", trajectory(self._names, rows, rates, self._robot.dt_s, start))
+        message = trajectory(self._names, rows, rates, self._robot.dt_s, self._begin_ns(step))
+        self._publish("trajectory", message)
+
+    def motion(self) -> tuple[F64, F64] | None:
+        """The row being executed now and its rate, by our own grid: the controller's state may lag or be silent."""
+        if self._origin_ns == 0 or (step := self._step_now()) < self._origin_step:
+            return None
+        value = self._row(min(step, self._end_step - 1))
+        before = self._row(max(self._handed[0][0], min(step, self._end_step) - 1))
+        at_rest = step >= self._end_step or before is value
+        return value, np.zeros_like(value) if at_rest else (value - before) / self._robot.dt_s
 
     def stop(self, plan: StopPlan) -> None:
-        self._publish(
-            "trajectory",
-            trajectory(self._names, plan.values, plan.rates, self._robot.dt_s),
-        )
+        """The row being executed is finished at its own time, then the plan; at once where nothing was playing."""
+        values, rates, lead_s = plan.values, plan.rates, self._robot.dt_s
+        motion = self.motion()
+        if motion is not None:
+            values, rates = np.vstack([motion[0], values]), np.vstack([motion[1], rates])
+            left_s = (self._begin_ns(self._step_now() + 1) - self._now()) * 1e-9
+            lead_s = min(self._robot.dt_s, max(1e-3, left_s))
+        self._publish("trajectory", trajectory(self._names, values, rates, self._robot.dt_s, first_s=lead_s))
         self.reset(0)
 
-    def take_rejection(self) -> RefusalError | None:
-        """The controller's state fell silent: nobody knows what it plays."""
-        if self._origin_ns == 0 or mono_ns() - self._heard_mono_ns < ACKNOWLEDGE_S * 1e9:
+    def ready(self) -> RefusalError | None:
+        """Without the controller's state nobody knows what it plays."""
+        if self._heard_mono_ns and mono_ns() - self._heard_mono_ns < ACKNOWLEDGE_S * 1e9:
             return None
-        self.reset(0)
-        topic = self._robot.controller_state_topic
-        return RefusalError(Refusal.MISSING, f"no controller state for {ACKNOWLEDGE_S} s", where=topic)
+        return RefusalError(
+            Refusal.MISSING,
+            f"no controller state for {ACKNOWLEDGE_S} s",
+            where=self._robot.controller_state_topic,
+            do="Is joint_trajectory_controller active, and control_msgs installed here?",
+        )
+
+    def take_rejection(self) -> RefusalError | None:
+        return self.ready() if self._origin_ns else None
 
     def consumed(self) -> int | None:
         if self._origin_ns == 0 or self._controller_ns == 0:
             return None
         begun = (self._controller_ns - self._origin_ns) // self._dt_ns + 1
         return min(self._end_step, self._origin_step + max(0, begun))
+
+    def _begin_ns(self, step: int) -> int:
+        """ROS time at which a step begins."""
+        return self._origin_ns + (step - self._origin_step) * self._dt_ns
+
+    def _step_now(self) -> int:
+        return self._origin_step + (self._now() - self._origin_ns) // self._dt_ns
+
+    def _row(self, step: int) -> F64:
+        """The row that plays at an absolute step."""
+        for first, base, rows in reversed(self._handed):
+            if step >= first:
+                row: F64 = rows[step - base]
+                return row
+        raise IndexError(f"step {step} is older than the rows kept")
 
 
 class ChunksOutput:
@@ -214,6 +255,7 @@ class ChunksOutput:
         self._dt = to_duration(robot.dt_s)
         self._reported: int | None = None
         self._offset = 0  # the player's count minus ours
+        self._heard_mono_ns = 0
         self._sent: tuple[int, int] | None = None  # epoch and chunk_id until the player acknowledges them
         self._sent_mono_ns = 0
         self._rejection: RefusalError | None = None
@@ -225,25 +267,36 @@ class ChunksOutput:
 
     def on_status(self, message: ChunkStatus) -> None:
         """A ChunkStatus arrived. A player that is new, or restarted, counts on from where ours stands."""
+        self._heard_mono_ns = mono_ns()
         if self._reported is None or message.consumed_steps < self._reported:
             self._offset += message.consumed_steps - (self._reported or 0)
+            if self._reported is not None:
+                self._rejection = RefusalError(Refusal.MISSING, "the player node restarted", where="~/chunk_status")
         self._reported = message.consumed_steps
         if self._sent == (message.epoch, message.chunk_id):
             self._sent = None
             if not message.accepted:
                 self._rejection = RefusalError(Refusal(message.refusal), message.text, where="the player node")
 
+    def ready(self) -> RefusalError | None:
+        return None
+
+    def motion(self) -> tuple[F64, F64] | None:
+        """The player stops by itself, from what it commanded last."""
+        return None
+
     def take_rejection(self) -> RefusalError | None:
-        """The player refused the last chunk, or never showed that it has it."""
-        if self._sent is not None and mono_ns() - self._sent_mono_ns > ACKNOWLEDGE_S * 1e9:
-            self._sent = None
-            self._rejection = RefusalError(
-                Refusal.MISSING,
-                f"no ChunkStatus named the chunk within {ACKNOWLEDGE_S} s",
-                do="Is player_node up?",
-            )
+        """The player refused the last chunk, never showed that it has it, restarted, or fell silent."""
         rejection, self._rejection = self._rejection, None
-        return rejection
+        limit_ns, now = ACKNOWLEDGE_S * 1e9, mono_ns()
+        if self._sent is not None and now - self._sent_mono_ns > limit_ns:
+            what = f"no ChunkStatus named the chunk within {ACKNOWLEDGE_S} s"
+        elif self._sent is None and self._heard_mono_ns and now - self._heard_mono_ns > limit_ns:
+            what = f"no ChunkStatus for {ACKNOWLEDGE_S} s"
+        else:
+            return rejection
+        self._sent, self._heard_mono_ns = None, 0
+        return RefusalError(Refusal.MISSING, what, where="~/chunk_status", do="Is player_node up?")
 
     def command(self, command: Command) -> None:
         """The player node publishes the commands."""
@@ -256,7 +309,7 @@ class ChunksOutput:
             dt=self._dt,
             horizon=len(chunk.actions),
             first_valid_step=facts.row,
-            base_step=base_step + self._offset,
+            base_step=max(0, base_step + self._offset),
             execution_horizon=facts.execution_steps,
             actions=array.array("d", chunk.actions.ravel().tolist()),
             epoch=chunk.epoch,

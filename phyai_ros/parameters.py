@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -66,7 +66,7 @@ class NodeParameters:
 
     robot: str = _row("", "Robot file: a path, or the name of a shipped one.")
     model: str = _row("", "Model file: a path, or the name of a shipped one.")
-    engine: str = _row("process", "Where inference runs.", choices=("thread", "process", "remote"))
+    engine: str = _row("process", "Where inference runs (remote: not yet).", choices=("thread", "process", "remote"))
     engine_endpoint: str = _row("", "Engine server of engine: remote, e.g. tcp://gpu-server:5555.")
     engine_threads: int = _row(0, "CPU threads of the engine; 0 = its library's default.", low=0, high=256)
     engine_start_timeout_s: float = _row(
@@ -106,7 +106,10 @@ class NodeParameters:
         live=True,
     )
     request_timeout_s: float = _row(
-        5.0, "An inference without an answer for this long is cancelled.", low=0.05, high=600.0
+        5.0,
+        "An inference without an answer for this long stops the robot and latches (engine_lost).",
+        low=0.05,
+        high=600.0,
     )
     stop_hold_steps: int = _row(
         5, "Hold commands after a stop came to rest; then the node is quiet [steps].", low=0, high=1000
@@ -117,7 +120,7 @@ class NodeParameters:
         choices=("refuse", "clamp"),
     )
     warm_up_count: int = _row(3, "Inferences at configure that count in no figure.", low=1, high=100)
-    status_rate_hz: float = _row(10.0, "Rate of ~/status.", low=0.1, high=100.0)
+    status_rate_hz: float = _row(10.0, "Rate of ~/status; a player stops after 1 s without it.", low=2.0, high=100.0)
     diagnostics_rate_hz: float = _row(1.0, "Rate of /diagnostics.", low=0.1, high=10.0)
     frozen_frames: int = _row(
         0, "Refuse a camera after this many frames with the same pixels; 0 = never.", low=0, high=10000
@@ -326,13 +329,15 @@ def read(node: Node) -> NodeParameters:
     return parameters
 
 
-def watch(node: Node, current: Callable[[], NodeParameters | None], apply: Callable[[NodeParameters], None]) -> None:
+def watch(
+    node: Node, current: Callable[[], NodeParameters | None], apply: Callable[[NodeParameters, Collection[str]], None]
+) -> None:
     """Answer set requests: refuse what :func:`validate` refuses, hand the new value over once it is set.
 
     Call it after :func:`declare`. The check is pure, because someone else may still refuse the request.
 
     :param current: what the node is configured with, None while it is not.
-    :param apply: takes the value with the changes; not called while the node is not configured.
+    :param apply: takes the value with the changes, and their names; not called while the node is not configured.
     """
     from rcl_interfaces.msg import SetParametersResult  # noqa: PLC0415
 
@@ -344,7 +349,7 @@ def watch(node: Node, current: Callable[[], NodeParameters | None], apply: Calla
         before = current()
         changes = {p.name: p.value for p in parameters if p.name in NAMES}
         if before is not None and changes:
-            apply(updated(before, changes))
+            apply(updated(before, changes), changes)
 
     node.add_on_set_parameters_callback(check)
     node.add_post_set_parameters_callback(take)

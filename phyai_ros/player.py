@@ -16,7 +16,7 @@ import numpy as np
 from phyai_engine.config import RobotConfig
 from phyai_engine.envelope import Envelope
 from phyai_engine.errors import RefusalError
-from phyai_engine.handoff import Accepted, Handoff, HandoffSettings
+from phyai_engine.handoff import Accepted, Handoff, HandoffSettings, Playing
 from phyai_engine.safety import Safety, StopPlan, StopPlanner
 from phyai_engine.types import F64, AbortCause, Chunk, CommandKind, Refusal, SafetyState
 
@@ -51,6 +51,12 @@ class Output(Protocol):
 
     def consumed(self) -> int | None:
         """Rows consumed as the player elsewhere reports it, on this side's count; None when it has not reported."""
+
+    def ready(self) -> RefusalError | None:
+        """Why no chunk can be handed over now; None where it can."""
+
+    def motion(self) -> tuple[F64, F64] | None:
+        """Value [A] and rate [A] at which the player elsewhere is by its own clock; None when nothing plays there."""
 
     def take_rejection(self) -> RefusalError | None:
         """Why the player elsewhere does not play the last chunk handed over; asked every tick, told once."""
@@ -105,7 +111,7 @@ class Player:
         self._clamp = clamp
         self._value: F64 | None = None  # last commanded, None until something was commanded in this activation
         self._rate: F64 = np.zeros(len(robot.actions))
-        self._kept: F64 = np.zeros(len(robot.actions))  # last command of all, for values that a stop must keep
+        self._kept: F64 | None = None  # last command of all, for values that a stop must keep
         self._plan: StopPlan | None = None
         self._plan_row = 0
         self._spoken = False  # a stop was already published in this tick
@@ -146,7 +152,7 @@ class Player:
             return self._hold_step()
         playing = self.handoff.playing
         assert playing is not None  # peek returned one of its rows
-        rate = np.zeros_like(row) if self._value is None else (row - self._value) / self._planner.dt_s
+        rate = self._row_rate(playing)
         command = Command(
             CommandKind.ACTION,
             row,
@@ -174,6 +180,8 @@ class Player:
                     got=chunk.epoch,
                     wanted=f"{self.safety.epoch} ({self.safety.state.name.lower()})",
                 )
+            if (error := self._output.ready()) is not None:
+                raise error
             row = self.handoff.row_for(chunk)
             clamped = 0
             if self._clamp:
@@ -192,7 +200,9 @@ class Player:
         flight = self.handoff.in_flight
         assert flight is not None  # row_for refuses otherwise
         self.handoff, facts = self.handoff.accept(chunk, now_mono_ns)
-        self._output.chunk(chunk, flight.consumed_at, facts)
+        # In `sync` the robot waits at s: a player elsewhere must not be given rows beyond it.
+        handed = replace(chunk, actions=chunk.actions[: self.handoff.last_row])
+        self._output.chunk(handed, flight.consumed_at, facts)
         jump = ratio = float("nan")
         if self._value is not None:
             jump = float(np.abs(chunk.actions[row] - self._value).max())
@@ -202,12 +212,18 @@ class Player:
         return Spliced(facts, chunk.chunk_id, jump, ratio, clamped)
 
     def take_rejection(self) -> tuple[int, RefusalError] | None:
-        """chunk_id and reason when the player elsewhere does not play it; nothing plays then on this side's count."""
+        """chunk_id and reason when the player elsewhere does not play it.
+
+        What it plays instead is then unknown here: its motion is brought to rest where we can, and the next chunk
+        starts from the measured pose.
+        """
         error = self._output.take_rejection()
         playing = self.handoff.playing
         if error is None or playing is None:
             return None
-        self.handoff = replace(self.handoff, playing=None)
+        self._halt_elsewhere()
+        self.handoff = replace(self.handoff, playing=None, in_flight=None)
+        self._value, self._rate = None, np.zeros_like(self._rate)
         return playing.chunk_id, error
 
     def abort(self, cause: AbortCause, text: str) -> bool:
@@ -233,6 +249,7 @@ class Player:
 
     def finish_stop(self) -> None:
         """Publish what remains of a stop, paced by the control period. Bounded by the stop plan."""
+        self._spoken = False  # no tick runs beside this loop
         while self.stopping:
             time.sleep(self._planner.dt_s)
             self.tick()
@@ -249,17 +266,20 @@ class Player:
 
     def flush(self) -> None:
         """Drop what plays and what is in flight in a new epoch; the robot holds until the next chunk."""
+        self._halt_elsewhere()
         self.safety = self.safety.flush()
         self.handoff = self.handoff.cleared()
 
-    def follow(self, epoch: int, playing: bool) -> None:
-        """Obey the policy node this player belongs to: its newer epoch, and whether its robot may move in it.
+    def follow(self, epoch: int, playing: bool, *, rearmed: bool) -> None:
+        """Obey the policy node this player belongs to: its epoch, and whether its robot may move in it.
 
-        A newer epoch in which the robot may move comes only from an activation, a re-arm or a flush, all of them
-        asked for by a person, so it also clears this player's latch.
+        :param rearmed: the policy node was latched since this player latched, so that its moving again means that a
+            person re-armed it. Without that a latched player stays latched.
         """
         if epoch < self.safety.epoch or (playing and epoch == self.safety.epoch):
             return  # an old report that was kept for late joiners, or nothing new
+        if playing and (self.stopping or (self.safety.latched and not rearmed)):
+            return  # the stop is finished first: the status comes again
         if not playing:
             self.stop()
         elif self.safety.may_play:
@@ -308,17 +328,45 @@ class Player:
             self._plan, self._plan_row = self._planner.plan(self._value, self._rate), 0
         return self._say(self._plan_step(CommandKind.HOLD, self._value, self.tick_count))
 
+    def _row_rate(self, playing: Playing) -> F64:
+        """[A] unit/s of the row about to be played. Across a seam it is the new chunk's own motion, not the jump."""
+        row, actions = playing.next_row, playing.actions
+        if self._value is None:  # motion starts: from rest
+            return np.zeros_like(self._rate)
+        if row == playing.first_row and row + 1 < len(actions):
+            change: F64 = actions[row + 1] - actions[row]
+        else:
+            change = actions[row] - self._value
+        return change / self._planner.dt_s
+
+    def _motion(self) -> tuple[F64, F64] | None:
+        """Value and rate a stop starts from; None when nothing was commanded and nothing is measured."""
+        if (elsewhere := self._output.motion()) is not None:
+            return elsewhere
+        if self._value is not None:
+            return self._value, self._rate
+        still = np.zeros_like(self._rate)
+        if self._planner.needs_value:  # hold where the robot is, latched once
+            measured = self._measured()
+            return None if measured is None or np.isnan(measured).any() else (measured, still)
+        if self._kept is None:  # zero is right for rates and deltas, unknown for a gripper that nobody commanded
+            return None if self._planner.absolute.any() else (still, still)
+        return self._kept, still
+
+    def _halt_elsewhere(self) -> None:
+        """Bring a player elsewhere to rest without a latch."""
+        if (motion := self._output.motion()) is not None:
+            plan = self._planner.plan(*motion)
+            self._output.stop(plan)
+            self._value, self._rate = plan.values[-1], np.zeros_like(self._rate)
+
     def _begin_stop(self) -> None:
-        value, rate = self._value, self._rate
-        if value is None:  # nothing was commanded yet: hold where the robot is, latched once
-            value, rate = self._measured(), np.zeros_like(self._rate)
-        if value is None or np.isnan(value).any():
-            if self._planner.needs_value:
-                self.safety = self.safety.stopped()  # never commanded and never measured: there is nothing to stop
-                return
-            value = self._kept
-        self._plan, self._plan_row = self._planner.plan(value, rate), 0
-        self._value = value
+        motion = self._motion()
+        if motion is None:
+            self.safety = self.safety.stopped()
+            return
+        self._value = motion[0]
+        self._plan, self._plan_row = self._planner.plan(*motion), 0
         if self._output.ticks:
             # Published between two ticks, it is the command of the coming one, which then says nothing.
             self._stop_step(self.tick_count + 1)

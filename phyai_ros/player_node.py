@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from sensor_msgs.msg import JointState
 from std_srvs.srv import Trigger
 
 from phyai_engine.config import load_robot, resolve
-from phyai_engine.errors import RefusalError
-from phyai_engine.handoff import Handoff, HandoffSettings
+from phyai_engine.errors import ConfigError, RefusalError
+from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.timing import ClockOffset, mono_ns
 from phyai_engine.types import (
@@ -60,14 +61,17 @@ class PlayerNode(Node):
         **kwargs: Any,
     ) -> None:
         super().__init__(name, **kwargs)
-        robot = load_robot(resolve("robots", self.declare_parameter("robot", "arm7").value))
+        name_or_path = self.declare_parameter("robot", "").value
+        if not name_or_path:
+            raise ConfigError("parameter robot is empty", where="player_node", do="Give the policy node's robot file.")
+        robot = load_robot(resolve("robots", name_or_path))
         policy = self.declare_parameter("policy", "policy_node").value
         self._status_timeout_ns = round(self.declare_parameter("status_timeout_s", 1.0).value * 1e9)
         holds = self.declare_parameter("stop_hold_steps", 5).value
         self._robot = robot
         self._buffer = ObservationBuffer(robot)
-        self._driven = robot.state_index()
         self._heard_ns = 0
+        self._policy_latched = False  # since this player latched
         self._accepted_at = to_stamp(0)
         self._outputs: dict[str, Any] = {"step": self.create_publisher(ActionStep, "~/step", COMMAND_QOS)}
         if robot.command.interface != "none":
@@ -127,7 +131,12 @@ class PlayerNode(Node):
             )
             return
         self._heard_ns = mono_ns()
-        self._player.follow(message.epoch, SafetyState(message.safety_state) in MOVING)
+        if not self._player.safety.latched:
+            self._policy_latched = False
+        elif message.abort_cause != PolicyStatus.ABORT_NONE:
+            self._policy_latched = True
+        playing = SafetyState(message.safety_state) in MOVING
+        self._player.follow(message.epoch, playing, rearmed=self._policy_latched)
 
     def _on_chunk(self, message: ActionChunk) -> None:
         player = self._player
@@ -140,6 +149,7 @@ class PlayerNode(Node):
                     got=message.epoch,
                     wanted=player.safety.epoch,
                 )
+            self._check_validity(message)
             self._fit_horizon(len(chunk.actions), message.execution_horizon)
             now = mono_ns()
             player.handoff = player.handoff.expect(chunk.chunk_id, chunk.epoch, message.base_step, now)
@@ -181,24 +191,34 @@ class PlayerNode(Node):
         actions = flat.reshape(message.horizon, len(names))[:, order]
         return Chunk(message.epoch, message.chunk_id, actions, StageTimings())
 
+    def _check_validity(self, message: ActionChunk) -> None:
+        if message.robot_id != self._robot.robot_id:
+            raise RefusalError(
+                Refusal.MALFORMED, "a chunk for another robot", got=message.robot_id, wanted=self._robot.robot_id
+            )
+        age_s = (self._now_ros_ns() - stamp_ns(message.header.stamp)) * 1e-9
+        validity_s = message.validity.sec + message.validity.nanosec * 1e-9
+        if 0 < validity_s < age_s:
+            raise RefusalError(
+                Refusal.STALE,
+                "the chunk is no longer valid",
+                got=f"{age_s:.3f} s old",
+                wanted=f"at most {validity_s:.3f} s",
+                do="Compare the clocks of the two hosts.",
+            )
+
     def _fit_horizon(self, horizon: int, execution_steps: int) -> None:
+        """The first chunk of an epoch sets the horizon; the others must have the same."""
         handoff = self._player.handoff
-        if handoff.settings.horizon != horizon:
-            settings = HandoffSettings(
-                Schedule.NAIVE_ASYNC,
-                horizon,
-                max(1, min(execution_steps, horizon)),
-                self._robot.dt_s,
+        if handoff.settings.horizon == horizon:
+            return
+        if handoff.playing is not None:
+            raise RefusalError(
+                Refusal.MALFORMED, "another horizon in the same epoch", got=horizon, wanted=handoff.settings.horizon
             )
-            self._player.handoff = Handoff(
-                settings,
-                None,
-                None,
-                handoff.consumed,
-                handoff.held,
-                (),
-                handoff.last_chunk_id,
-            )
+        steps = max(1, min(execution_steps, horizon))
+        settings = HandoffSettings(Schedule.NAIVE_ASYNC, horizon, steps, self._robot.dt_s)
+        self._player.handoff = replace(handoff, settings=settings)
 
     def _on_abort(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
         newly = self._player.abort(AbortCause.SERVICE, "~/abort of the player was called")
@@ -230,7 +250,7 @@ class PlayerNode(Node):
         return put
 
     def _measured(self) -> F64:
-        return self._buffer.newest_state(mono_ns())[self._driven]
+        return self._buffer.measured_actions(mono_ns())
 
     def _now_ros_ns(self) -> int:
         return int(self.get_clock().now().nanoseconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -19,6 +19,7 @@ from rclpy.clock import Clock
 from rclpy.clock_type import ClockType
 from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.qos import QoSProfile
+from rclpy.timer import Timer
 from std_srvs.srv import Trigger
 
 from phyai_engine.errors import PhyaiError, RefusalError
@@ -67,19 +68,20 @@ class PolicyNode(LifecycleNode):
             lambda: None if self._session is None else self._session.params,
             self._apply,
         )
+        self._report_timer = self._start_reports()
+        self._report()
+
+    def _start_reports(self) -> Timer:
         self._diagnostics_period_ns = round(1e9 / self.get_parameter("diagnostics_rate_hz").value)
         period = 1.0 / self.get_parameter("status_rate_hz").value
-        self.create_timer(
-            period,
-            self._guarded(self._report),
-            clock=Clock(clock_type=ClockType.STEADY_TIME),
-        )
-        self._report()
+        return self.create_timer(period, self._guarded(self._report), clock=Clock(clock_type=ClockType.STEADY_TIME))
 
     # ---- transitions ----------------------------------------------------------------------------------------------
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         def configure() -> None:
+            self.destroy_timer(self._report_timer)
+            self._report_timer = self._start_reports()
             self._session = Session(
                 self,
                 self._idle_safety,
@@ -165,6 +167,7 @@ class PolicyNode(LifecycleNode):
         session.disable()
         session.loop.player.deactivate()
         session.buffer.clear()
+        self._report()  # for a player elsewhere this is the stop: it must not wait for the engine to end
 
     def _release(self) -> None:
         """Free the session; the epoch and the latch stay. Idempotent."""
@@ -194,13 +197,8 @@ class PolicyNode(LifecycleNode):
 
     def _on_tick(self) -> None:
         session = self._session
-        if session is None or not session.publishing:
-            return
-        now = mono_ns()
-        session.jitter.tick(now)
-        now_ros = session.now_ros_ns()
-        session.sim_rate.add(now_ros, now)
-        self._watching_the_latch(lambda: session.loop.tick(now_ros))
+        if session is not None and session.publishing:
+            self._watching_the_latch(session.tick)
 
     def _on_engine(self) -> None:
         if self._session is not None:
@@ -214,10 +212,11 @@ class PolicyNode(LifecycleNode):
             self._announce_abort()
 
     def _on_abort(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        active = self._session is not None and self._session.publishing
         newly = self._abort(AbortCause.SERVICE, "~/abort was called")
-        state = self._safety().state.name.lower()
+        done = ("abort latched, stop sent" if active else "abort latched, not active") if newly else "already latched"
         response.success = True
-        response.message = f"abort latched, stop sent, now {state}" if newly else f"already latched, now {state}"
+        response.message = f"{done}, now {self._safety().state.name.lower()}"
         return response
 
     def _on_rearm(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
@@ -249,12 +248,11 @@ class PolicyNode(LifecycleNode):
         session.buffer.set_instruction(text)
         if session.params.instruction_change == "flush" and session.publishing:
             session.loop.flush()
+            self._report()  # a player elsewhere plays the old epoch until it hears of the new one
 
-    def _apply(self, params: parameters.NodeParameters) -> None:
-        session = self._configured()
-        changed = params.instruction != session.params.instruction
-        session.apply(params)
-        if changed:
+    def _apply(self, params: parameters.NodeParameters, changed: Collection[str]) -> None:
+        self._configured().apply(params)
+        if "instruction" in changed:  # also when the text is the parameter's old one: the topic may have set another
             self._set_instruction(params.instruction)
 
     # ---- the stop -------------------------------------------------------------------------------------------------

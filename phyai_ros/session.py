@@ -20,11 +20,13 @@ from rclpy.clock_type import ClockType
 from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from rclpy.timer import Timer
 from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory
 
 from phyai_engine.config import ModelConfig, load_model, load_robot, resolve
+from phyai_engine.errors import EngineRefusedError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
@@ -82,7 +84,8 @@ class Session:
         self._node, self._guard, self._abort = node, guard, abort
         self._publishers: dict[str, Any] = {}
         self._stack = ExitStack()
-        self._tick_timer: Any = None
+        self._timers: list[Timer] = []
+        self._ticked_mono_ns = 0
         try:
             self._open(safety, give_up, on_engine, on_instruction)
         except BaseException:
@@ -105,14 +108,32 @@ class Session:
         self.publishing = True
         # Under simulated time the tick follows /clock like the robot does; the abort path needs no timer.
         clock = self._node.get_clock() if self._simulated else Clock(clock_type=ClockType.STEADY_TIME)
-        self._tick_timer = self._node.create_timer(self.robot.dt_s, self._guard(on_tick), clock=clock)
+        self._timers = [self._node.create_timer(self.robot.dt_s, self._guard(on_tick), clock=clock)]
+        if self._simulated:  # a paused /clock must not leave a stop half published
+            steady = Clock(clock_type=ClockType.STEADY_TIME)
+            self._timers.append(
+                self._node.create_timer(self.robot.dt_s, self._guard(self._keep_stopping), clock=steady)
+            )
+
+    def tick(self) -> None:
+        """One control tick."""
+        now, now_ros = mono_ns(), self.now_ros_ns()
+        self._ticked_mono_ns = now
+        self.jitter.tick(now)
+        self.sim_rate.add(now_ros, now)
+        self.loop.tick(now_ros)
+
+    def _keep_stopping(self) -> None:
+        """Steady time: goes on with a stop while the simulated clock stands still."""
+        if mono_ns() - self._ticked_mono_ns > 2e9 * self.robot.dt_s and self.loop.player.stopping:
+            self.loop.player.tick()
 
     def disable(self) -> None:
         """No publisher speaks and no tick runs. Done by hand: rclpy leaves publishers enabled in on_error."""
         self.publishing = False
-        if self._tick_timer is not None:
-            self._node.destroy_timer(self._tick_timer)
-            self._tick_timer = None
+        for timer in self._timers:
+            self._node.destroy_timer(timer)
+        self._timers = []
 
     def publish(self, key: str, message: Any) -> None:
         """The one publish path: nothing leaves while the node is not active."""
@@ -149,6 +170,7 @@ class Session:
             jitter=self.jitter.jitter(),
             ticks=loop.player.tick_count,
             cameras=self.buffer.camera_stats(mono_ns()),
+            joints=self.buffer.joint_stats(mono_ns()),
             notes=notes,
             faults=tuple(faults),
         )
@@ -159,8 +181,7 @@ class Session:
 
     def measured(self) -> F64:
         """[A] newest measured value of what each action drives, NaN where nothing fresh is measured."""
-        state = self.buffer.newest_state(mono_ns())
-        return np.where(self._driven < 0, np.nan, state[self._driven])
+        return self.buffer.measured_actions(mono_ns())
 
     def _open(
         self,
@@ -171,9 +192,9 @@ class Session:
     ) -> None:
         node = self._node
         self.params = params = parameters.read(node)
-        self.robot = robot = load_robot(resolve("robots", params.robot))
-        model = load_model(resolve("models", params.model))
-        self._driven = robot.state_index()
+        robot_file, model_file = resolve("robots", params.robot), resolve("models", params.model)
+        self.robot = robot = load_robot(robot_file)
+        model = load_model(model_file)
         self._simulated = bool(node.get_parameter("use_sim_time").value)
         self.sim_rate = SimRate(self._simulated)
         self.jitter = TickMeter(robot.dt_s)
@@ -184,7 +205,10 @@ class Session:
             frozen_frames=params.frozen_frames,
         )
         self.buffer.set_instruction(params.instruction)
-        hello = self._start_engine(model, give_up, on_engine)
+        try:
+            hello = self._start_engine(model, give_up, on_engine)
+        except EngineRefusedError as error:  # only here are both files known
+            raise EngineRefusedError(str(error), where=f"model {model_file}, robot {robot_file}") from error
         params.check_against(hello.horizon, robot.dt_s)
         warm_up = ", ".join(f"{t:.1f}" for t in hello.warm_up_ms)
         self.notes = {"decoder": why, "model": hello.note, "warm_up_ms": warm_up}
@@ -272,7 +296,11 @@ class Session:
 
     def _acknowledged(self, output: ChunksOutput, message: ChunkStatus) -> None:
         output.on_status(message)
-        if message.safety_state == SafetyState.LATCHED and message.epoch > self.loop.player.safety.epoch:
+        state, ours = message.safety_state, self.loop.player.safety.epoch
+        # Our own stop leaves the player STOPPING in our epoch, never LATCHED: a latch is its own.
+        if (state == SafetyState.LATCHED and message.epoch >= ours) or (
+            state == SafetyState.STOPPING and message.epoch > ours
+        ):
             self._abort(AbortCause.SERVICE, message.text or "the player node latched")
 
     def _listen(self, kind: type[Any], topic: str, callback: Callable[[Any], None]) -> None:
@@ -313,7 +341,11 @@ class Session:
             mono_ns,
             self._report,
             lambda: self.sim_rate.reason,
+            self._refused,
         )
+
+    def _refused(self, text: str) -> None:
+        self._node.get_logger().warning(f"refused: {text}", throttle_duration_sec=2.0)
 
     def _report(self, timing: Timing) -> None:
         self.publish(

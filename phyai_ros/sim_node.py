@@ -18,13 +18,12 @@ from rclpy.clock_type import ClockType
 from rclpy.node import Node
 from rclpy.publisher import Publisher
 from rclpy.qos import HistoryPolicy, QoSProfile, ReliabilityPolicy
-from rclpy.utilities import try_shutdown
 from sensor_msgs.msg import Image, JointState
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory
 
 from phyai_engine.config import load_robot, resolve
-from phyai_engine.errors import ConfigError, PhyaiError, RefusalError
+from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.sim import load_sim
 from phyai_engine.sim.arm_robot import ArmRobot
 from phyai_engine.sim.faults import FaultyStream
@@ -34,7 +33,7 @@ from phyai_ros.convert import stamp_ns
 from phyai_ros.sim_cameras import CameraThread
 from phyai_ros.sim_commands import ControllerState, joint_message, read_step, read_trajectory
 from phyai_ros.sim_faults import FaultParameters
-from phyai_ros.spin import StopFlag, run
+from phyai_ros.spin import run
 
 FIRST_FRAME_S = 60.0  # bound on making the OpenGL context and the first frame
 JOIN_S = 2.0
@@ -212,16 +211,7 @@ class SimNode(Node):
 
 def main(args: list[str] | None = None) -> int:
     """Entry point: 0 after SIGINT or SIGTERM, 1 when the robot cannot be made."""
-
-    def make(flag: StopFlag) -> SimNode:
-        return SimNode()
-
-    try:
-        return run(make, args)
-    except PhyaiError as error:
-        print(f"sim_robot: {error}", file=sys.stderr, flush=True)
-        try_shutdown()
-        return 1
+    return run(lambda flag: SimNode(), args)
 
 
 if __name__ == "__main__":

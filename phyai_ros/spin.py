@@ -21,6 +21,8 @@ from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.signals import SignalHandlerOptions
 
+from phyai_engine.errors import PhyaiError
+
 
 @runtime_checkable
 class Stoppable(Protocol):
@@ -62,7 +64,12 @@ def run(make: Callable[[StopFlag], Node], args: list[str] | None = None) -> int:
     rclpy.init(args=args, signal_handler_options=SignalHandlerOptions.NO)
     executor = SingleThreadedExecutor()
     code = 0
-    node = make(flag)
+    try:
+        node = make(flag)
+    except PhyaiError as error:  # a parameter or a file a person wrote: a sentence, not a traceback
+        print(f"{error}", file=sys.stderr, flush=True)
+        rclpy.try_shutdown()
+        return 1
     if not isinstance(node, Stoppable):
         raise TypeError(f"{type(node).__name__} does not implement Stoppable")
     executor.add_node(node)

@@ -214,8 +214,8 @@ class PiModel(nn.Module):
         return torch.tensor(array, device=self.rotary_frequencies.device)
 
     def to_host(self, array: Tensor) -> NDArray[np.generic]:
-        """See :class:`phyai_engine.models.Model`."""
-        host: NDArray[np.generic] = array.cpu().numpy()
+        """See :class:`phyai_engine.models.Model`; bfloat16, which NumPy does not have, becomes float32."""
+        host: NDArray[np.generic] = (array.float() if array.dtype == torch.bfloat16 else array).cpu().numpy()
         return host
 
     @torch.no_grad()
@@ -292,6 +292,7 @@ def _spec(options: PiOptions) -> ModelSpec:
         times=flow_times(options.num_steps, options.time_rule),
         inputs=inputs,
         cameras=options.cameras,
+        vocabulary=options.vocab,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +26,7 @@ TAIL_LINES = 50
 _LINE_BYTES = 4096  # at most PIPE_BUF: what select calls writable takes that much without blocking
 _BURST_BYTES = 1 << 16
 _STDERR_FD = 2
+_STALE_S = 60.0  # far above the time between making a folder and connecting
 
 
 class Host(Protocol):
@@ -85,7 +88,8 @@ main()
 """
 
     def __init__(self, *, threads: int) -> None:
-        self._folder = tempfile.mkdtemp(prefix="phyai-")  # mode 0700
+        _sweep(Path(tempfile.gettempdir()))
+        self._folder = tempfile.mkdtemp(prefix=f"phyai-{os.getpid()}-")  # mode 0700
         path = f"{self._folder}/engine"
         if len(path) > zmq.IPC_PATH_MAX_LEN:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -197,6 +201,30 @@ main()
             self._stdin.close()
         self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _sweep(temporary: Path) -> None:
+    """Remove what hosts of dead processes left: parent and child may both be killed before they connect.
+
+    The age matters where containers share the folder: there a living process may look dead.
+    """
+    for folder in temporary.glob("phyai-*-*"):
+        owner = re.fullmatch(r"phyai-(\d{1,9})-\w+", folder.name)
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            old = time.time() - found.st_mtime > _STALE_S
+            if owner and old and found.st_uid == os.getuid() and not _alive(int(owner.group(1))):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 class ThreadHost:

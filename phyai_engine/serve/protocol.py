@@ -167,6 +167,19 @@ class ArraySpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Bytes its frame must have."""
         return math.prod(self.shape) * _WIRE_DTYPES[self.dtype].itemsize
 
+    def check_extent(self) -> None:
+        """Bound the shape also where a zero empties it: numpy refuses (0, 2**31, 2**31, 2**31) as too big.
+
+        :raises ProtocolError: it is above the cap of a frame.
+        """
+        extent = math.prod(max(n, 1) for n in self.shape) * _WIRE_DTYPES[self.dtype].itemsize
+        if extent > MAX_FRAME_BYTES:
+            raise ProtocolError(
+                f"array {self.name!r} has too large a shape",
+                got=list(self.shape),
+                wanted=f"at most {MAX_FRAME_BYTES} bytes, a zero counted as one",
+            )
+
 
 class _Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     message: Hello | HelloReply | RequestMessage | Reply | ErrorReply | Cancel | Heartbeat | Shutdown
@@ -192,7 +205,10 @@ def encode(message: Message, arrays: Mapping[str, Array] | None = None) -> list[
             )
         # ascontiguousarray turns a 0-d array into a 1-d one; the spec keeps the shape of the array given.
         flat = np.ascontiguousarray(array, dtype=wire).reshape(-1)
-        specs.append(ArraySpec(name=name, dtype=array.dtype.name, shape=array.shape))  # type: ignore[arg-type]
+        spec = ArraySpec(name=name, dtype=array.dtype.name, shape=array.shape)  # type: ignore[arg-type]
+        if not flat.size:  # the others are bounded by the lengths of their frames
+            spec.check_extent()
+        specs.append(spec)
         frames.append(flat.data.cast("B") if flat.size else b"")
     try:
         header = msgspec.msgpack.encode(_Header(message=message, arrays=tuple(specs)))
@@ -237,6 +253,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, dict[str, Array]]:
                 got=f"{len(frame)} bytes",
                 wanted=f"{spec.size_bytes} for {spec.dtype} {list(spec.shape)}",
             )
+        spec.check_extent()
         arrays[spec.name] = np.frombuffer(memoryview(frame).toreadonly(), _WIRE_DTYPES[spec.dtype]).reshape(spec.shape)
     return header.message, arrays
 

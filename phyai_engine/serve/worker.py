@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,7 +214,7 @@ class _Worker:
             horizon=ready.horizon,
             action_names=self._robot.action_names,
             dt_s=self._robot.dt_s,
-            note=ready.note,
+            note=ready.note.encode(errors="replace").decode(),  # a path may hold bytes that are no text
             warm_up_ms=ready.warm_up_ms,
             pid=os.getpid(),
             versions=_versions(),
@@ -228,17 +229,28 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _die_with(parent_pid: int) -> None:
-    """Have this process end with its parent, also when the parent is killed or our threads are stuck."""
+def _die_with(parent_pid: int, endpoint: str) -> None:
+    """Have this process end with its parent, also when the parent is killed or our threads are stuck.
+
+    A parent that was killed before it connected has left the socket's folder to us.
+    """
     with contextlib.suppress(OSError, AttributeError):  # not Linux: standard input alone has to do
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the call above
+
+    def end() -> None:
+        path = Path(endpoint.removeprefix("ipc://"))
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()  # refused where something else lies in it
         os._exit(1)
+
+    if os.getppid() != parent_pid:  # it ended before the call above
+        end()
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        os._exit(1)
+        end()
 
     threading.Thread(target=watch, name="phyai-parent", daemon=True).start()
 
@@ -251,7 +263,7 @@ def main() -> None:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    _die_with(arguments.parent_pid)
+    _die_with(arguments.parent_pid, arguments.endpoint)
     ended = serve(arguments.endpoint, threads=arguments.threads)
     if not ended:
         _log.warning("the inference did not end within %.1f s; leaving without it", _JOIN_S)

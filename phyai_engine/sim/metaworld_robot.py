@@ -30,7 +30,7 @@ def _require(module: str) -> Any:
         raise ConfigError(
             f"the Meta-World robot needs {module.partition('.')[0]}",
             got=error,
-            do="Run: pip install 'phyai_policy[sim]'.",
+            do="Run `pip install '.[sim]'` in the checkout.",
         ) from error
 
 

@@ -15,7 +15,7 @@ normalises to ``base`` and unnormalises to ``low``; dividing by eps would turn a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -66,11 +66,12 @@ def identity(count: int) -> Scaling:
     return Scaling(np.zeros(count), np.ones(count), np.zeros(count, dtype=np.bool_), gain=1.0, base=0.0)
 
 
-def scaling(config: Normalisation, part: str, limits: tuple[F64, F64]) -> Scaling:
+def scaling(config: Normalisation, part: str, limits: tuple[F64, F64], entries: Sequence[str]) -> Scaling:
     """The map that a model file asks for.
 
     :param part: ``state`` or ``actions``: which statistics of the file are used.
     :param limits: (lower, upper), [n] float64 each, policy units: for kind ``limits`` if the file has none.
+    :param entries: [n] the robot file's names, for messages.
     :raises ConfigError: statistics missing, unknown, of another length, not finite or not ordered.
     """
     count = limits[0].size
@@ -87,7 +88,17 @@ def scaling(config: Normalisation, part: str, limits: tuple[F64, F64]) -> Scalin
     if config.kind == "mean_std":
         low, width, rule = first, second, "std >= 0"
     else:
-        low, width, rule = first, second - first, f"{names[0]} <= {names[1]}"
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite limits are told below
+            low, width, rule = first, second - first, f"{names[0]} <= {names[1]}"
+    span = width + (0.0 if config.kind == "limits" else config.eps)
+    if not np.isfinite(span).all():
+        at = int(np.argmin(np.isfinite(span)))
+        raise ConfigError(
+            f"the range of {entries[at]} is not finite",
+            got=f"{names[0]} {first[at]}, {names[1]} {second[at]}",
+            wanted=f"finite values for normalisation kind {config.kind!r}",
+            where=f"{where}[{at}]",
+        )
     if (width < 0).any():
         at = int(np.argmax(width < 0))
         raise ConfigError(
@@ -97,8 +108,7 @@ def scaling(config: Normalisation, part: str, limits: tuple[F64, F64]) -> Scalin
             where=f"{where}[{at}]",
         )
     constant = width == 0
-    eps = 0.0 if config.kind == "limits" else config.eps
-    return Scaling(low, np.where(constant, 1.0, width + eps), constant, gain, base)
+    return Scaling(low, np.where(constant, 1.0, span), constant, gain, base)
 
 
 def _statistic(given: Mapping[str, tuple[float, ...]], name: str, count: int, where: str) -> F64:

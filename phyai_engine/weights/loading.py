@@ -20,9 +20,9 @@ _SINGLE = "model.safetensors"
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, on the CPU in their stored dtype.
 
-    :param path: a .safetensors file, or a folder with ``model.safetensors`` or
-        ``model.safetensors.index.json``.
-    :raises WeightsError: missing or damaged file, or shards that disagree with their index.
+    :param path: a .safetensors file, or a folder: its ``model.safetensors.index.json`` is followed; without one its
+        ``model.safetensors`` is read, and without that one all of its ``*.safetensors``.
+    :raises WeightsError: missing or damaged file, shards that disagree with their index, a tensor in two files.
     """
     if path.is_file():
         return _read_file(path)
@@ -30,7 +30,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return _read_shards(path)
     if (path / _SINGLE).is_file():
         return _read_file(path / _SINGLE)
-    raise WeightsError("no weights", wanted=f"{_SINGLE} or {_INDEX}", where=path, do="Check the checkpoint path.")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        held = _read_file(file)
+        if twice := held.keys() & tensors.keys():
+            raise WeightsError("tensors that another file holds too", got=_names(twice), where=file)
+        tensors.update(held)
+    if not tensors:
+        wanted = f"{_SINGLE}, {_INDEX} or other *.safetensors"
+        raise WeightsError("no weights", wanted=wanted, where=path, do="Check the checkpoint path.")
+    return tensors
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -42,9 +51,13 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     try:
-        index: dict[str, str] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+        content = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise WeightsError(f"cannot read the shard index: {error!r}", where=folder / _INDEX) from None
+    index = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        text = "cannot read the shard index: no weight_map of tensor names to files"
+        raise WeightsError(text, where=folder / _INDEX)
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(index.values())):
         held = _read_file(folder / shard)

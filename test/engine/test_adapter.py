@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -314,9 +315,41 @@ def test_unusable_requests_are_refused_by_name(changes: dict[str, Any], code: Re
         ({"inputs": {"sound": BufferSpec((2,), "float32")}}, {}, "needs inputs that nobody makes: sound"),
         ({}, {"prompt": PromptConfig(max_tokens=61)}, "max_tokens exceeds .*got 61, wanted <= 60"),
         ({}, {"prompt": PromptConfig(tokenizer="other")}, "unknown tokenizer 'other'"),
+        (
+            {"vocabulary": 258},
+            {},
+            r"model test knows, got 259 of 'bytes', wanted <= 258, at prompt.tokenizer\. .*options.vocab",
+        ),
         ({}, {"normalisation": Normalisation(kind="quantile")}, "normalisation.actions.q01 is missing"),
     ],
 )
 def test_a_robot_and_a_model_that_do_not_fit(spec: dict[str, Any], model: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Adapter(ROBOT, ModelConfig(family="test", **model), replace(SPEC, **spec))
+
+
+@pytest.mark.parametrize("changes", [{"vocabulary": 259}, {"vocabulary": 0}, {"vocabulary": 5, "inputs": {}}])
+def test_a_vocabulary_that_suffices_is_unknown_or_is_not_used(changes: dict[str, Any]) -> None:
+    Adapter(ROBOT, MODEL, replace(SPEC, **changes))
+
+
+def test_infinite_limits_cannot_normalise_and_are_told_by_the_actions_name() -> None:
+    endless = msgspec.structs.replace(ROBOT.actions[1], lower=-np.inf, upper=np.inf)
+    robot = msgspec.structs.replace(ROBOT, actions=(ROBOT.actions[0], endless, ROBOT.actions[2]))
+    with pytest.raises(ConfigError, match=r"range of j2 is not finite, got lower -inf, upper inf"):
+        Adapter(robot, MODEL, SPEC)
+    assert Adapter(robot, ModelConfig(family="test"), SPEC).encode(ask()).inputs["anchor"][1] == 1.0
+
+
+@pytest.mark.parametrize("inputs", [SPEC.inputs, {"tokens": SPEC.inputs["tokens"]}])
+@pytest.mark.parametrize("value", [1e39, -1e300, 1.7e308])
+def test_what_overflows_in_the_models_space_is_refused(value: float, inputs: Any) -> None:
+    adapter = Adapter(ROBOT, MODEL, replace(SPEC, inputs=inputs))
+    huge = TAIL.copy()
+    huge[1, 2] = value
+    with pytest.raises(RefusalError, match=r"actions, normalised: grip is not finite, got .*inf, at row 1") as caught:
+        adapter.encode(ask(Committed(huge, 1, 3)))
+    assert caught.value.code is Refusal.NOT_FINITE
+    with pytest.raises(RefusalError, match="state, normalised: gripper is not finite") as caught:
+        adapter.encode(ask(state=np.array([value, 0.0, 0.0])))
+    assert caught.value.code is Refusal.NOT_FINITE

@@ -152,5 +152,5 @@ def test_help_is_fast_and_needs_no_torch() -> None:
 def test_a_command_without_its_package_says_what_to_install() -> None:
     done = without_torch("golden", str(GOLDEN / "pi05_tiny"))
     assert done.returncode == 2
-    assert "this command needs torch. Run `pip install 'phyai-policy[engine]'`." in done.stderr
+    assert "this command needs torch. Run `pip install '.[engine]'` in the checkout." in done.stderr
     assert "Traceback" not in done.stderr

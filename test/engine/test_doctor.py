@@ -96,13 +96,53 @@ def test_without_torch_a_remote_engine_remains() -> None:
     assert "remote engine" in row.value
 
 
-def test_torch_that_does_not_load_is_a_fault() -> None:
+@pytest.mark.parametrize("kind", [ImportError, OSError, RuntimeError, AttributeError])
+def test_torch_that_does_not_load_is_a_fault(kind: type[Exception]) -> None:
     def fails() -> Any:
-        raise OSError("libcudart.so.13: cannot open")
+        raise kind("libcudart.so.13: cannot open")
 
     (row,) = doctor.check_torch(machine(modules="torch")._replace(import_torch=fails))
     assert not row.ok
-    assert "libcudart" in row.value
+    assert f"does not load: {kind.__name__}: libcudart" in row.value
+
+
+def test_torch_without_a_version_and_a_driver_that_raises_are_faults() -> None:
+    (row,) = doctor.check_torch(machine(modules="torch", torch=SimpleNamespace()))
+    assert (row.topic, row.ok) == ("torch", False)
+
+    def fails() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    torch = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=fails))
+    loaded, accelerator = doctor.check_torch(machine(modules="torch", torch=torch))
+    assert (loaded.ok, accelerator.ok) == (True, False)
+    assert "insufficient" in accelerator.value
+
+
+def test_caches_are_measured_and_an_unreadable_folder_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHYAI_CACHE_DIR", str(tmp_path))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "weights").write_bytes(bytes(3 * doctor.MIB))
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert doctor.check_caches(machine()) == Row("caches", f"{tmp_path}, 3.0 MiB")
+
+    def refuse(_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.scandir", refuse)
+    row = doctor.check_caches(machine())
+    assert (row.ok, row.value) == (False, f"{tmp_path}: Permission denied")
+    assert row.advice
+
+
+def test_a_user_without_a_home_has_no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(doctor, "cache_dir", fails)
+    assert not doctor.check_caches(machine()).ok
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phyai_engine.errors import ConfigError
+from phyai_engine.errors import ConfigError, PhyaiError
 from phyai_engine.golden import MODES, GoldenReport, golden_command, run_golden
 from phyai_engine.models.pi import PiModel, PiOptions
 from phyai_engine.runner import Runner
@@ -86,7 +86,7 @@ def own_set(folder: Path, **changes: Any) -> Path:
     ]
     xs: list[Any] = []
     vs: list[Any] = []
-    runner = Runner(model, (batch,), lambda k, x, v: (xs.append(x), vs.append(v)), lambda i, *_: arrays["noise"][i])  # type: ignore[func-returns-value]
+    runner = Runner(model, (batch,), lambda k, x, v: (xs.append(x), vs.append(v)), lambda i, *_: arrays["noise"][i])  # type: ignore[arg-type, func-returns-value]
     arrays["actions"] = np.stack([r.actions for r in runner.run(rows) if r.actions is not None])
     arrays["x_steps"], arrays["v_steps"] = np.stack(xs), np.stack(vs)
     inputs = {n: model.to_device(samples[n]) for n in model.spec.inputs}
@@ -161,11 +161,16 @@ def test_the_first_bad_array_is_where_the_fault_is(
     assert report.first_bad.label == first
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     with np.load(folder / "io.npz") as archive:
         arrays = {name: archive[name] for name in archive.files}
     change(arrays)
     np.savez(folder / "io.npz", **arrays)
+
+
+def configure(folder: Path, **keys: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
 
 
 def test_a_fault_of_one_step_is_named_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +205,99 @@ def test_another_shape_and_an_absent_layer_fail(tmp_path: Path) -> None:
     bad = run_golden(folder).first_bad
     assert bad is not None
     assert bad.name == "actions"
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (lambda a: [a.pop(n) for n in list(a) if n.startswith(("prefix_", "v_", "act"))], "prefix_embeddings"),
+        (lambda a: a.pop("prefix_k_layer0"), "prefix_k_layer0"),
+        (lambda a: a.pop("prefix_v_layer1"), "prefix_v_layer1"),
+        (lambda a: a.pop("x_steps"), "x_steps"),
+        (lambda a: (a.pop("v_steps"), a.pop("actions")), "v_steps"),
+        (lambda a: a.pop("actions"), "actions"),
+    ],
+)
+def test_an_array_that_every_folder_must_hold_fails_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], object], first: str
+) -> None:
+    folder = own_set(tmp_path / "own")
+    rewrite(folder, change)
+    assert golden_command(str(folder), first_bad=False) == 1
+    assert f"first bad: {first}, mode recorded: not recorded" in capsys.readouterr().out
+
+
+def cut(*names: str) -> Callable[[dict[str, Any]], object]:
+    return lambda arrays: arrays.update({n: arrays[n][:2] for n in names})
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (cut("x_steps"), "x_steps"),
+        (cut("v_steps"), "v_steps"),
+        (cut("x_steps", "v_steps"), "x_steps"),
+        (lambda a: a.update(x_steps=np.concatenate((a["x_steps"], a["actions"][None]))), "x_steps"),
+        (lambda a: a.update(v_steps=a["v_steps"][:0]), "v_steps"),
+        (lambda a: a.update(x_steps=np.float32(1)), "x_steps"),
+        (lambda a: a.update(v_steps=a["v_steps"][:, :, 1:]), "v_steps[0]"),
+        (lambda a: a.update(actions=np.array(["x"])), "actions"),
+        (lambda a: a.update(prefix_mask=a["prefix_mask"][:, 1:]), "prefix_mask"),
+        (lambda a: a.update(prefix_k_layer0=a["prefix_k_layer0"][:, 0]), "prefix_k_layer0"),
+    ],
+)
+def test_an_array_of_another_shape_fails_alone(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], first: str
+) -> None:
+    folder = own_set(tmp_path / "own")
+    configure(folder, num_steps=4)
+    rewrite(folder, change)
+    report = run_golden(folder)
+    assert report.first_bad is not None
+    assert report.first_bad.label == first
+    assert "recorded as" in report.first_bad.fault
+    changed = {"x_steps", "v_steps"} if first == "x_steps" else {report.first_bad.name}
+    assert {c.name for c in report.comparisons if not c.passed} <= changed
+    assert report.table().row_count == 9  # every array has its line
+
+
+def test_the_configured_step_count_is_the_models(tmp_path: Path) -> None:
+    folder = own_set(tmp_path / "own")
+    for steps in (3, 5):
+        configure(folder, num_steps=steps)
+        bad = run_golden(folder).first_bad
+        assert bad is not None
+        assert bad.label == "x_steps"
+
+
+def test_without_a_recorded_mask_our_own_tells_the_valid_positions(tmp_path: Path) -> None:
+    folder = own_set(tmp_path / "own")  # NaN is recorded elsewhere
+    rewrite(folder, lambda arrays: arrays.pop("prefix_mask"))
+    assert run_golden(folder).passed
+
+
+def test_other_spellings_of_the_same_folder_pass(tmp_path: Path) -> None:
+    folder = own_set(tmp_path / "own", variant="pi0")
+    other = {"tokens": "int32", "state": "float64", "noise": "float64", "prefix_mask": "uint8"}
+    for camera in ("front", "left"):
+        other |= {f"image_{camera}": "float64", f"mask_{camera}": "uint8"}
+    rewrite(folder, lambda arrays: arrays.update({n: arrays[n].astype(t) for n, t in other.items()}))
+    configure(folder, variant="dummy", patch=None, prompt_len=None, dtype="torch.float32", seed=3, model=None)
+    configure(folder, model_type="pi0")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for i in range(2):
+        save_file({n: tensors[n] for n in sorted(tensors)[i::2]}, folder / f"part{i}.safetensors")
+    report = run_golden(folder)
+    assert report.passed, report.first_bad
+
+
+def test_bfloat16_is_measured(tmp_path: Path) -> None:
+    folder = own_set(tmp_path / "own")
+    configure(folder, dtype="bfloat16")
+    bad = run_golden(folder).first_bad
+    assert bad is not None
+    assert 1e-4 < bad.max_abs < 1.0
 
 
 def test_an_array_that_nobody_compares_fails_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +341,79 @@ def test_folders_that_cannot_be_run_say_why(
         (tmp_path / name).write_text(text)
     assert golden_command(str(tmp_path), first_bad=False) == 2
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a["tokens"].__setitem__((0, 0), 50), "token ids outside the vocabulary"),
+        (lambda a: a["tokens"].__setitem__((0, 0), -1), "token ids outside the vocabulary, got -1 to"),
+        (lambda a: a.update(tokens=a["tokens"] + 0.5), "tokens does not fit the model, got float64"),
+        (lambda a: a.update(tokens=a["tokens"][:2]), "tokens does not fit the model, got int64 [2, 7]"),
+        (lambda a: a.update(noise=a["noise"][:0]), "noise does not fit the model, got float32 [0, 6, 5]"),
+        (lambda a: a.update(noise=np.float32(0)), "'noise' is not recorded, or not with 3 axes"),
+        (lambda a: a.pop("tokens"), "'tokens' is not recorded, or not with 2 axes"),
+        (lambda a: a.update(mask_left=np.array(["a", "b", "c"])), "mask_left does not fit the model"),
+    ],
+)
+def test_inputs_that_the_model_cannot_take_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    folder = own_set(tmp_path / "own")
+    rewrite(folder, change)
+    assert golden_command(str(folder), first_bad=False) == 2
+    text = capsys.readouterr().out
+    assert message in text
+    assert str(folder) in text
+
+
+def test_content_under_a_false_mask_is_free(tmp_path: Path) -> None:
+    folder = own_set(tmp_path / "own")
+    rewrite(folder, lambda arrays: arrays["tokens"].__setitem__((1, 6), -(10**6)))
+    assert run_golden(folder).passed
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dims": [1]}, "dims is not an object"),
+        ({"dims": None}, "does not fit the model"),
+        ({"head_dim": 0, "dims": {}}, "$.head_dim"),
+        ({"cameras": "front"}, "$.cameras"),
+        ({"cameras": ["front", "top"]}, "'image_top' is not recorded"),
+    ],
+)
+def test_configurations_that_cannot_be_run_are_named(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    folder = own_set(tmp_path / "own")
+    configure(folder, **keys)
+    with pytest.raises(PhyaiError) as caught:
+        run_golden(folder)
+    assert message in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda content: b"", "EOFError"),
+        (lambda content: content[:5000], "BadZipFile"),
+        (lambda content: content[:3000] + bytes([content[3000] ^ 255]) + content[3001:], "BadZipFile"),
+    ],
+)
+def test_a_damaged_recording_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], cause: str) -> None:
+    folder = own_set(tmp_path / "own")
+    (folder / "io.npz").write_bytes(damage((folder / "io.npz").read_bytes()))
+    with pytest.raises(ConfigError, match=f"not a golden folder: {cause}.*own"):
+        run_golden(folder)
+
+
+def test_whatever_else_fails_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(PiModel, "velocity", fail)
+    with pytest.raises(ConfigError, match=r"the folder cannot be run: RuntimeError: out of luck, at .*pi0_tiny"):
+        run_golden(GOLDEN / "pi0_tiny")
 
 
 def test_missing_inputs_and_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,13 +190,25 @@ def test_one_request_in_flight() -> None:
         h.begin(2, 1, 0)
 
 
-def test_reported_consumption_never_goes_back_nor_past_the_end() -> None:
+def test_reported_consumption_never_goes_back_and_is_believed_past_the_end() -> None:
     h = started(handoff())
     h = h.advance_to(3)
     assert h.consumed == 3 and h.playing is not None and h.playing.next_row == 3
     assert h.advance_to(2) is h
     h = h.advance_to(99)
-    assert h.consumed == H and h.remaining_steps == 0
+    assert h.consumed == 99 and h.remaining_steps == 0
+
+
+def test_reported_consumption_counts_while_nothing_plays_on_this_side() -> None:
+    h = handoff().advance_to(7)
+    assert h.consumed == 7 and h.playing is None
+
+
+def test_chunk_ids_start_anew_with_an_epoch() -> None:
+    # a policy node that restarted counts from 1 again, and a living player must not call that a duplicate
+    h = started(handoff(Schedule.NAIVE_ASYNC), chunk_id=500).cleared()
+    h = h.expect(1, 2, base_step=h.consumed, now_mono_ns=0)
+    assert h.accept(chunk(1, epoch=2), 0)[1].row == 0
 
 
 def test_chunk_from_elsewhere_is_placed_by_count() -> None:

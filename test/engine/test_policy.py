@@ -49,6 +49,14 @@ def fake(**options: Any) -> Policy:
     return load_policy(ROBOT, model)
 
 
+def tiny(**options: Any) -> ModelConfig:
+    """The smallest pi0.5."""
+    widths = {"vis_width": 16, "vis_mlp": 16, "vis_heads": 2, "width": 16, "mlp": 16, "exp_width": 16, "exp_mlp": 16}
+    heads = {"vis_depth": 1, "depth": 1, "heads": 2, "head_dim": 8, "vocab": 259, "prompt_len": 48}
+    rest = {"action_dim": 2, "action_horizon": 4, "num_steps": 2, "image_size": 28, "cameras": ["base_0_rgb"]}
+    return ModelConfig(family="pi05", options={**widths, **heads, **rest, **options})
+
+
 def ask(robot: RobotConfig = ROBOT, chunk_id: int = 1, committed: Committed | None = None, **changes: Any) -> Request:
     values: dict[str, Any] = {
         "images": {c.name: np.full((48, 64, 3), 90, dtype=np.uint8) for c in robot.cameras},
@@ -87,6 +95,23 @@ def test_one_bad_request_does_not_lose_the_others() -> None:
     assert [chunk_of(answers[i]).chunk_id for i in (0, 2)] == [1, 3]
     assert isinstance(answers[1], RefusalError)
     assert answers[1].code is Refusal.NOT_FINITE
+
+
+@pytest.mark.parametrize("family", ["fake", "pi05"])
+def test_a_defect_in_one_row_does_not_lose_the_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = fake() if family == "fake" else load_policy(ROBOT, tiny())
+    if family == "fake":  # reads no instruction: let it fail on the way back
+        decode = policy.adapter.decode
+        monkeypatch.setattr(policy.adapter, "decode", lambda x, r: decode(x, r) if r.chunk_id != 2 else 1 / 0)
+    requests = [ask(chunk_id=1), ask(chunk_id=2, instruction="\ud800"), ask(chunk_id=3)]
+    answers = policy.infer(requests)
+    assert [chunk_of(answers[i]).chunk_id for i in (0, 2)] == [1, 3]
+    bad = answers[1]
+    assert type(bad) is EngineError
+    wanted = {"fake": ("ZeroDivisionError", ZeroDivisionError), "pi05": ("UnicodeEncodeError", UnicodeEncodeError)}
+    name, kind = wanted[family]
+    assert f"the adapter raised {name}" in str(bad)
+    assert isinstance(bad.__cause__, kind)
 
 
 def test_a_cancelled_row_is_never_a_chunk() -> None:
@@ -142,6 +167,11 @@ def test_committed_actions_are_continued() -> None:
 
 
 # --- loading ---
+
+
+def test_a_vocabulary_below_the_tokenizers_is_found_at_loading() -> None:
+    with pytest.raises(ConfigError, match=r"knows, got 259 of 'bytes', wanted <= 258, at prompt.tokenizer"):
+        load_policy(ROBOT, tiny(vocab=258))
 
 
 def test_unknown_families_are_refused() -> None:

@@ -141,7 +141,7 @@ LIMITS = np.array([-2.0, 0.0]), np.array([2.0, 4.0])
     ],
 )
 def test_formulas(config: Normalisation, values: list[list[float]], wanted: list[list[float]]) -> None:
-    scale = scaling(config, "state", LIMITS)
+    scale = scaling(config, "state", LIMITS, ("j1", "j2"))
     np.testing.assert_allclose(scale.normalise(np.array(values)), wanted, rtol=1e-15)
     np.testing.assert_allclose(scale.unnormalise(np.array(wanted)), values, rtol=1e-12)
 
@@ -158,7 +158,7 @@ def test_a_constant_dimension_carries_nothing(
     kind: str, statistics: dict[str, tuple[float, ...]], rest: float, eps: float
 ) -> None:
     config = Normalisation(kind=kind, eps=eps, actions=statistics)  # type: ignore[arg-type]
-    scale = scaling(config, "actions", (NONE, NONE))
+    scale = scaling(config, "actions", (NONE, NONE), ("j1", "j2"))
     assert scale.constant.tolist() == [True, False]
     assert scale.normalise(np.array([5.3, 0.0]))[0] == rest
     assert scale.unnormalise(np.array([0.7, 0.0], dtype=np.float32))[0] == 5.0
@@ -176,7 +176,7 @@ def test_round_trip(kind: str, first: list[float], width: list[float], share: li
     second = w if kind == "mean_std" else a + w
     names = {"limits": ("lower", "upper"), "mean_std": ("mean", "std"), "quantile": ("q01", "q99")}[kind]
     config = Normalisation(kind=kind, actions=dict(zip(names, (tuple(a), tuple(second)), strict=True)))  # type: ignore[arg-type]
-    scale = scaling(config, "actions", (NONE, NONE))
+    scale = scaling(config, "actions", (NONE, NONE), ("j1", "j2"))
     values = a + w * np.array(share)
     normalised = scale.normalise(values)
     assert np.isfinite(normalised).all()
@@ -209,4 +209,18 @@ def test_round_trip(kind: str, first: list[float], width: list[float], share: li
 )
 def test_refused_statistics(config: Normalisation, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        scaling(config, "state", LIMITS)
+        scaling(config, "state", LIMITS, ("j1", "j2"))
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(-np.inf, np.inf), (0.0, np.inf), (np.inf, np.inf), (-1e308, 1e308)])
+def test_limits_without_a_finite_range_are_refused_by_name(lower: float, upper: float) -> None:
+    limits = np.array([0.0, lower]), np.array([1.0, upper])
+    with pytest.raises(ConfigError, match=r"range of j2 is not finite.*'limits', at normalisation.actions\[1\]"):
+        scaling(Normalisation(kind="limits"), "actions", limits, ("j1", "j2"))
+    assert scaling(Normalisation(), "actions", limits, ("j1", "j2")).normalise(np.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_an_eps_that_is_no_number_is_refused() -> None:
+    config = Normalisation(kind="mean_std", eps=float("nan"), state={"mean": (0.0, 0.0), "std": (1.0, 1.0)})
+    with pytest.raises(ConfigError, match="range of j1 is not finite"):
+        scaling(config, "state", LIMITS, ("j1", "j2"))

@@ -140,9 +140,19 @@ def test_reading_a_file_a_folder_and_shards(tmp_path: Path) -> None:
     )
     with pytest.raises(WeightsError, match=r"a shard and the index disagree, got c, .*model-2"):
         read_tensors(shards)
-    (shards / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(WeightsError, match=r"cannot read the shard index"):
-        read_tensors(shards)
+    for content in ("{}", "[]", "{", '{"weight_map": []}', '{"weight_map": {"a": 1}}'):
+        (shards / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(WeightsError, match=r"cannot read the shard index.*index\.json"):
+            read_tensors(shards)
+
+
+def test_files_of_other_names_are_read_together(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "first.safetensors")
+    save_file({"b": torch.zeros(3)}, tmp_path / "second.safetensors")
+    assert read_tensors(tmp_path).keys() == {"a", "b"}
+    save_file({"c": torch.ones(1), "a": torch.ones(2)}, tmp_path / "third.safetensors")
+    with pytest.raises(WeightsError, match=r"another file holds too, got a, at .*third"):
+        read_tensors(tmp_path)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ class Written:
     def consumed(self) -> int | None:
         return self.reported
 
+    def ready(self) -> RefusalError | None:
+        return None
+
+    def motion(self) -> tuple[F64, F64] | None:
+        return None
+
     def take_rejection(self) -> RefusalError | None:
         return None
 

@@ -31,9 +31,10 @@ KEPT = (
 ALONE = """
 colcon build
 source install/setup.bash
+python3 -m pip install -q -c requirements/run.txt msgspec pyzmq pyyaml pillow
 cd /
 python3 -c "
-import phyai_policy.msg, phyai_engine, rclpy
+import phyai_policy.msg, phyai_engine, phyai_ros.policy_node, rclpy
 assert phyai_policy.__file__.startswith('{copy}/install/'), phyai_policy.__file__
 assert rclpy.__file__.startswith('{ros}/'), rclpy.__file__
 print(phyai_policy.msg.ActionChunk().horizon, rclpy.__file__)"

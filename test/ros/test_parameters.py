@@ -293,7 +293,7 @@ def test_set_requests_reach_the_value_in_force_or_are_refused(nodes: Nodes) -> N
     node = nodes.make(robot="arm7", model="fake")
     parameters.declare(node)
     held: list[NodeParameters] = []
-    parameters.watch(node, lambda: held[-1] if held else None, held.append)
+    parameters.watch(node, lambda: held[-1] if held else None, lambda value, changed: held.append(value))
     assert set_on(node, robot="other").successful  # not configured: any row
     assert held == []
     assert not set_on(node, engine="gpu").successful

@@ -562,3 +562,24 @@ def test_compressed_cameras_drive_the_robot_too(make_rig: Make, tmp_path: Any) -
     session = rig.node._session
     image = session.buffer.snapshot(rig.now_ns(), time.monotonic_ns()).images["front"]
     assert image.shape == (24, 32, 3) and np.abs(image[12, 16].astype(int) - [200, 30, 10]).max() < 8
+
+
+def test_stop_is_finished_while_the_simulated_clock_stands_still(make_rig: Make) -> None:
+    from rosgraph_msgs.msg import Clock as ClockMessage
+
+    rig = make_rig(use_sim_time=True)
+    publisher = rig.peer.create_publisher(ClockMessage, "/clock", 10)
+
+    def publish() -> None:
+        publisher.publish(ClockMessage(clock=rig.peer.get_clock().now().to_msg()))
+
+    clock = rig.peer.create_timer(0.005, publish)
+    rig.spin(0.2)
+    rig.start()
+    rig.until(lambda: len(actions(rig.steps)) > 10)
+    rig.peer.destroy_timer(clock)
+    rig.spin(0.1)
+    rig.call("abort")
+    rig.until(lambda: rig.safety is SafetyState.LATCHED, 3.0)
+    rig.spin(0.1)
+    assert rig.steps[-1].kind == CommandKind.STOP and not any(rig.steps[-1].velocities)

@@ -593,3 +593,47 @@ def test_the_folder_is_private_and_a_long_path_is_named(
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with pytest.raises(EngineError, match="TMPDIR"):
         open_session("process")
+
+
+_KILLED_EARLY = """
+import os, signal, sys
+sys.path[:0] = [{root!r}]
+from phyai_engine.serve.host import ProcessHost
+host = ProcessHost(threads=1)
+print(host.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_parent_killed_before_it_connects_leaves_no_folder(tmp_path: Path) -> None:
+    script = _KILLED_EARLY.format(root=str(ROOT))
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=variables) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert parent.wait(5.0) == -signal.SIGKILL
+    assert _gone(child, 5.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_dead_processes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait(5.0)
+    old_s = time.time() - 3600.0
+    dead, alive = f"phyai-{ended.pid}-dead", f"phyai-{os.getpid()}-alive"
+    for name in (dead, alive, "phyai-notes-x", f"phyai-{ended.pid}", f"other-{ended.pid}-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "engine").touch()
+        os.utime(tmp_path / name, (old_s, old_s))
+    young = tmp_path / f"phyai-{ended.pid}-young"  # perhaps of a container that shares the folder
+    young.mkdir()
+    host = ProcessHost(threads=1)
+    try:
+        left = {path.name for path in tmp_path.iterdir()} - {Path(host._folder).name}
+        assert Path(host._folder).name.startswith(f"phyai-{os.getpid()}-")
+        assert left == {alive, "phyai-notes-x", f"phyai-{ended.pid}", f"other-{ended.pid}-x", young.name}
+    finally:
+        host.kill()
+        assert host.wait(5.0)
+        host.close()

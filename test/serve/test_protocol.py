@@ -137,6 +137,13 @@ def test_what_msgpack_cannot_hold_does_not_leave() -> None:
             wire.encode(wire.Hello(robot=robot, model={}, parent_pid=1))
 
 
+def test_an_empty_shape_that_would_not_arrive_does_not_leave() -> None:
+    with pytest.raises(ProtocolError, match="too large a shape"):
+        wire.encode(wire.Shutdown(), {"a": np.zeros((0, wire.MAX_FRAME_BYTES + 1), np.uint8)})
+    frames = wire.encode(wire.Shutdown(), {"a": np.zeros((0, wire.MAX_FRAME_BYTES), np.uint8)})
+    assert wire.decode(frames)[1]["a"].shape == (0, wire.MAX_FRAME_BYTES)
+
+
 def test_another_version_is_named() -> None:
     frames = [bytes(f) for f in wire.encode(wire.Shutdown())]
     with pytest.raises(ProtocolError, match=r"version, got 2, wanted 1.*same phyai_engine"):
@@ -165,6 +172,12 @@ SPEC = {"name": "a", "dtype": "uint8", "shape": [2, 3]}
         ([_header(BEAT, [{**SPEC, "shape": [-2, -3]}]), b"123456"], "schema"),
         ([_header(BEAT, [{**SPEC, "shape": [2**31 - 1] * 4}]), b"123456"], "wrong length"),
         ([_header(BEAT, [{**SPEC, "shape": [1, 1, 1, 2, 3]}]), b"123456"], "schema"),
+        ([_header(BEAT, [{**SPEC, "shape": [0, 2**31 - 1, 2**31 - 1, 2**31 - 1]}]), b""], "too large a shape"),
+        ([_header(BEAT, [{**SPEC, "shape": [wire.MAX_FRAME_BYTES + 1, 0]}]), b""], "too large a shape"),
+        (
+            [_header(BEAT, [{**SPEC, "shape": [wire.MAX_FRAME_BYTES // 8 + 1, 0], "dtype": "float64"}]), b""],
+            "too large",
+        ),
         ([_header(BEAT, [{**SPEC, "name": ""}]), b"123456"], "schema"),
         ([_header({**BEAT, "extra": 1})], "schema"),
         ([_header({"kind": "heartbeat", "phase": "asleep"})], "schema"),

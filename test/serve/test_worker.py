@@ -223,7 +223,10 @@ class _Bomb:
 def test_garbage_is_answered_and_survived(worker: Running, hello: wire.Hello, make_request: Make) -> None:
     peer = _ready(worker, hello)
     good = [bytes(f) for f in wire.encode(*wire.request_to_wire(make_request()))]
+    too_big = wire.ArraySpec(name="a", dtype="uint8", shape=(0, 2**31 - 1, 2**31 - 1, 2**31 - 1))
+    header = {"message": {"kind": "heartbeat", "phase": "idle"}, "arrays": [too_big]}
     for frames in (
+        [b"\x01" + msgspec.msgpack.encode(header), b""],
         [pickle.dumps(_Bomb())],
         [b"\x01" + pickle.dumps(_Bomb())],
         [b""],
@@ -259,6 +262,20 @@ def test_a_gigabyte_frame_is_dropped_by_the_transport(worker: Running, hello: wi
     assert isinstance(peer.receive(), wire.Reply)
 
 
+def test_text_that_cannot_be_encoded_does_not_cost_the_hello(stand_in: Any, hello: wire.Hello) -> None:
+    def load(*configs: Any) -> Any:
+        policy = stand_in.load_policy(*configs)
+        policy.note = "weights of /w/\udcff"
+        return policy
+
+    running = Running(load, "inproc://w")
+    peer = running.peer()
+    peer.send(hello)
+    reply = peer.receive()
+    running.close()
+    assert reply.engine.note == "weights of /w/?"
+
+
 def test_shutdown_leaves_a_hung_model_behind_and_says_so(stand_in: Any, hello: wire.Hello, make_request: Make) -> None:
     running = Running(stand_in.load_policy, "inproc://w")
     peer = _ready(running, hello)
@@ -271,11 +288,17 @@ def test_shutdown_leaves_a_hung_model_behind_and_says_so(stand_in: Any, hello: w
     time.sleep(0.6)
 
 
-def test_a_child_whose_parent_is_gone_already_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [(), ("notes.txt",)])
+def test_a_child_whose_parent_is_gone_already_ends(tmp_path: Path, others: tuple[str, ...]) -> None:
+    folder = tmp_path / "phyai-1-x"
+    folder.mkdir()
+    for name in others:
+        (folder / name).touch()
     root = str(Path(__file__).resolve().parents[2])
     script = f"import sys; sys.path.insert(0, {root!r}); from phyai_engine.serve.worker import main; main()"
-    arguments = ["--endpoint", f"ipc://{tmp_path}/w", "--parent-pid", "1"]
+    arguments = ["--endpoint", f"ipc://{folder}/w", "--parent-pid", "1"]
     command = [sys.executable, "-c", script, *arguments]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=10, check=False)
     assert ended.returncode == 1
-    assert not (tmp_path / "w").exists()
+    # It takes the folder of its socket along, and nothing else.
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([*others, *([folder.name] if others else [])])
