@@ -249,7 +249,9 @@ class Player:
 
     def finish_stop(self) -> None:
         """Publish what remains of a stop, paced by the control period. Bounded by the stop plan."""
-        self._spoken = False  # no tick runs beside this loop
+        if self._spoken:  # no tick runs beside this loop: the stop's first row was the coming one
+            self._spoken = False
+            self.tick_count += 1
         while self.stopping:
             time.sleep(self._planner.dt_s)
             self.tick()

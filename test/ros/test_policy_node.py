@@ -336,6 +336,8 @@ def test_deactivate_stops_before_it_goes_quiet_and_activate_starts_a_new_epoch(m
     assert rig.node.trigger_deactivate() is SUCCESS
     rig.spin(0.2)
     assert rig.steps[-1].kind == CommandKind.STOP and rig.safety is SafetyState.IDLE
+    ticks = [s.tick for s in rig.steps]
+    assert ticks == sorted(set(ticks)), "at most one command in a tick, also where the stop begins"
     count = len(rig.steps)
     rig.spin(0.2)
     assert len(rig.steps) == count
