@@ -141,11 +141,10 @@ class Scenario:
     def _abort(self) -> None:
         watch = self.watch
         self._phase = "~/abort"
-        watch.event("abort", "~/abort called")
         watch.aborted_epoch = watch.epoch
-        began = time.monotonic()
-        response = self._trigger("abort")
-        watch.abort_reply_s = time.monotonic() - began
+        # Counted from the moment of the call, not from looking the service up.
+        response = self._trigger("abort", lambda: watch.event("abort", "~/abort called"))
+        watch.abort_reply_s = watch.now_s - watch.events[-1].t_s
         watch.event("note", f"abort answered after {watch.abort_reply_s * 1e3:.1f} ms: {response.message}")
         self.until(lambda: self._is(SafetyState.LATCHED), 5.0, "latched state after the abort")
         self._spin(1.5)
@@ -178,10 +177,13 @@ class Scenario:
         )
         log.close()
 
-    def _call(self, kind: Any, name: str, request: Any, seconds: float) -> Any:
+    def _call(
+        self, kind: Any, name: str, request: Any, seconds: float, calling: Callable[[], None] = lambda: None
+    ) -> Any:
         client = self._node.create_client(kind, name)
         try:
             self.until(client.service_is_ready, WAIT_S, f"service {name}")
+            calling()
             future = client.call_async(request)
             self.until(future.done, seconds, f"answer of {name}")
             return future.result()
@@ -197,8 +199,8 @@ class Scenario:
             raise PhyaiError(f"{label} failed", do=self._logs())
         self.watch.event("lifecycle", f"{label} took {time.monotonic() - began:.3f} s")
 
-    def _trigger(self, service: str) -> Any:
-        return self._call(Trigger, f"{POLICY}/{service}", Trigger.Request(), 5.0)
+    def _trigger(self, service: str, calling: Callable[[], None] = lambda: None) -> Any:
+        return self._call(Trigger, f"{POLICY}/{service}", Trigger.Request(), 5.0, calling)
 
     def _set_drop(self, camera: str, probability: float) -> None:
         value = ParameterValue(type=ParameterType.PARAMETER_DOUBLE, double_value=probability)
