@@ -43,11 +43,11 @@ setup(
         "typer>=0.12",
     ],
     extras_require={
-        "engine": ["torch>=2.8", "safetensors>=0.4"],
+        "engine": ["torch>=2.8", "safetensors>=0.4", "sentencepiece>=0.2", "tokenizers>=0.20"],
         "report": ["plotly>=6"],
         "serve": ["prometheus-client>=0.20", "starlette>=0.37", "uvicorn>=0.30"],
         "sim": ["metaworld==3.1.1", "mujoco==3.3.0", "packaging>=24"],
-        "gpu": ["triton>=3.4", "flashinfer-python>=0.4"],
+        "gpu": ["triton>=3.6", "flashinfer-python>=0.4"],
         "dev": ["hypothesis>=6", "mypy>=1.15", "psutil>=6", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9"],
     },
     entry_points={"console_scripts": ["phyai=phyai_engine.cli:main"]},

@@ -1,6 +1,7 @@
 """The torch definition of every operator: the specification that each fused form must equal.
 
 Plain and unfused; statistics, logits and rotations are fp32 and rounded once to the activation dtype.
+Every fused form is a file of the operator's name beside this one, with a function of the same name and signature.
 """
 
 from __future__ import annotations
@@ -10,9 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 EPS = 1e-6  # every norm of the pi family (SigLIP LayerNorm, Gemma RMSNorm, adaRMS)
-# Finite on purpose: a row that sees nothing becomes a uniform average instead of NaN, which would spread to the K/V
-# of later layers. After softmax a masked key of any other row has weight exactly 0.
-MASKED_LOGIT = -2.3819763e38
 
 
 def rms_normalise(x: Tensor) -> Tensor:
@@ -21,14 +19,31 @@ def rms_normalise(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPS)
 
 
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Gemma RMSNorm: the stored weight is an offset from 1. :param x: [..., D]. :param weight: [D] fp32."""
-    return (rms_normalise(x) * (1.0 + weight)).to(x.dtype)
+def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Residual add, then Gemma RMSNorm: the stored weight is an offset from 1.
+
+    :param x: [..., D], the residual stream. :param weight: [D] fp32.
+    :param out: like x, the sub-layer's output to add first; None adds nothing.
+    :return: the new residual stream (x itself without ``out``), and its normed form.
+    """
+    if out is not None:
+        x = x + out
+    return x, (rms_normalise(x) * (1.0 + weight)).to(x.dtype)
 
 
-def ada_rms_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """RMSNorm whose gain and shift come from the flow time. :param scale, shift: fp32, broadcastable to x."""
-    return (rms_normalise(x) * (1.0 + scale) + shift).to(x.dtype)
+def ada_rms_norm(
+    x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gated residual add, then RMSNorm whose gain and shift come from the flow time.
+
+    :param x: [..., D], the residual stream. :param scale, shift: [D] fp32.
+    :param out: like x, the sub-layer's output to add first, times ``gate`` [D] fp32, which is rounded to the
+        activation dtype before it is used; both are None or neither.
+    :return: the new residual stream (x itself without ``out``), and its normed form.
+    """
+    if out is not None and gate is not None:
+        x = x + gate.to(x.dtype) * out
+    return x, (rms_normalise(x) * (1.0 + scale) + shift).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -36,31 +51,64 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functional.layer_norm(x.float(), weight.shape, weight, bias, EPS).to(x.dtype)
 
 
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of queries or keys, half-split pairing (i, i + D/2).
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Gated GELU (tanh form) of a merged projection: gelu(first half) * second half.
 
-    :param x: [B, heads, S, D]. :param table: cos and sin, [B, 1, S, D/2] fp32 each.
+    :param gate_up: [..., 2F]. :return: [..., F]
     """
-    cos, sin = table
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention with scale D**-0.5 and shared key/value heads.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. :param x: [..., K]. :param weight: [N, K]. :param bias: [N]."""
+    return functional.linear(x, weight, bias)
+
+
+def split_rotate(
+    qkv: Tensor, table: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, start: Tensor, heads: int
+) -> Tensor:
+    """Split a merged projection, rotate queries and keys, and write keys and values into their slab.
+
+    Rotary pairing is half-split, (i, i + D/2). Token s of row b goes to column ``start[b] + s``.
+
+    :param qkv: [B, S, (heads + 2 kv) * D]: all query heads, then key heads, then value heads.
+    :param table: cos and sin of the tokens' positions, [B, S, D/2] fp32 each.
+    :param keys, values: [B, kv, C, D], written in place; C >= start + S. :param start: [B] int64.
+    :return: rotated queries [B, heads, S, D]
+    """
+    batch, tokens, _ = qkv.shape
+    kv_heads, dim = keys.shape[1], keys.shape[3]
+    split = qkv.view(batch, tokens, heads + 2 * kv_heads, dim).transpose(1, 2)
+    cos, sin = (part[:, None] for part in table)
+    low, high = split[:, : heads + kv_heads].float().chunk(2, dim=-1)
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(qkv.dtype)
+    columns = start[:, None] + torch.arange(tokens, device=qkv.device)
+    at = columns[:, None, :, None].expand(batch, kv_heads, tokens, dim)
+    keys.scatter_(2, at, turned[:, heads:])
+    values.scatter_(2, at, split[:, heads + kv_heads :])
+    return turned[:, :heads]
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Attention with scale D**-0.5 and shared key/value heads; every query of a row sees the same keys.
 
     :param query: [B, heads, Q, D].
-    :param key, value: [B, kv_heads, K, D]; query head h reads K/V head ``h // (heads / kv_heads)``.
-    :param mask: [B, Q, K] bool, True where the query may see the key; None = all.
+    :param keys, values: [B, kv, C, D]; query head h reads K/V head ``h // (heads / kv)``.
+    :param lengths: [B] int64, >= 1: row b sees columns 0 to lengths[b]-1; what stands beyond, a NaN too, has no
+        influence. None = all columns.
     :return: [B, Q, heads*D]
     """
     batch, heads, rows, dim = query.shape
-    kv_heads, columns = key.shape[1], key.shape[2]
+    kv_heads = keys.shape[1]
+    hidden = None
+    if lengths is not None:
+        hidden = torch.arange(keys.shape[2], device=query.device) >= lengths[:, None]
+        values = values.masked_fill(hidden[:, None, :, None], 0.0)  # 0 * NaN would be NaN
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * rows, dim)
-    logits = (grouped @ key.transpose(-1, -2)).float() * dim**-0.5
-    logits = logits.view(batch, heads, rows, columns)
-    if mask is not None:
-        logits = logits.masked_fill(~mask[:, None], MASKED_LOGIT)
-    weights = torch.softmax(logits, dim=-1).to(value.dtype)
-    mixed = weights.view(batch, kv_heads, -1, columns) @ value
+    logits = (grouped @ keys.transpose(-1, -2)).float() * dim**-0.5
+    if hidden is not None:
+        logits = logits.masked_fill(hidden[:, None, None], float("-inf"))
+    weights = torch.softmax(logits, dim=-1).to(values.dtype)
+    mixed = weights @ values
     return mixed.view(batch, heads, rows, dim).transpose(1, 2).flatten(2)

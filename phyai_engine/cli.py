@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -104,6 +105,82 @@ def report(
             raise ConfigError("no such folder", where=page.parent, do="Make it, or give another --out.")
         write_report(records.load(record), page)
     typer.echo(f"wrote {page}")
+
+
+class Device(str, Enum):
+    """Where a model computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(str, Enum):
+    """Of a model's matrices."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A shipped name (pi05, pi0), a yaml, or a checkpoint.")],
+    robot: Annotated[
+        str, typer.Option("--robot", metavar="ROBOT", help="A shipped name or a yaml. Default: one with three cameras.")
+    ] = "",
+    device: Annotated[Device, typer.Option(help="auto: as the model file says, else the accelerator.")] = Device.AUTO,
+    dtype: Annotated[Dtype | None, typer.Option(help="Default: the model's.")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Runs. Default: 3 on cpu, 200 on cuda.")] = None,
+    warm_up: Annotated[int | None, typer.Option(min=0, help="Runs before. Default: 2 on cpu, 10 on cuda.")] = None,
+    cameras: Annotated[int | None, typer.Option(min=0, help="Default: all that robot and model have.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Default: all that the model has room for.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of frames, state and noise.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.json", help="Also write every figure.")
+    ] = None,
+) -> None:
+    """Time one chunk phase by phase, on synthetic observations.
+
+    Exit code 0: measured, 1: measured, but a chunk was not finite, 2: it cannot be measured.
+    """
+    with readable_errors():
+        from phyai_engine.bench.command import BenchOptions, bench_command  # noqa: PLC0415
+
+        options = BenchOptions(
+            model=model,
+            robot=robot,
+            device=device.value,
+            dtype=None if dtype is None else dtype.value,
+            n=n,
+            warm_up=warm_up,
+            cameras=cameras,
+            prompt_tokens=prompt_tokens,
+            seed=seed,
+        )
+        code = bench_command(options, out)
+    raise typer.Exit(code)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, or a model file that names one.")],
+    robot: Annotated[
+        str, typer.Option(metavar="ROBOT", help="Also say whether this robot fits: a shipped name or a yaml.")
+    ] = "",
+    write: Annotated[
+        Path | None, typer.Option(metavar="OUT.yaml", help="Write the model file, and beside it OUT_robot.yaml.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a checkpoint holds, what is missing, and which files run it.
+
+    Exit code 0: usable, 1: something is missing or does not fit, 2: it cannot be read.
+    """
+    with readable_errors():
+        from phyai_engine.inspection import inspect_command  # noqa: PLC0415
+
+        code = inspect_command(folder, robot, write, as_json)
+    raise typer.Exit(code)
 
 
 def main() -> None:

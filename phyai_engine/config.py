@@ -6,7 +6,6 @@ Unknown keys are refused with their path and the nearest known name; wrong types
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import sys
@@ -21,28 +20,37 @@ from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
 from phyai_engine.errors import ConfigError
+from phyai_engine.robot_check import check_robot
 from phyai_engine.types import F64, ActionType
 
 T = TypeVar("T")
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1)]
+Units = Literal["affine", "aloha_gripper"]
+Kind = Literal["identity", "limits", "mean_std", "quantile", "min_max"]
 
 
 class StateEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One entry of the robot's state vector, read from a JointState topic by name.
 
-    policy value = ``scale * topic value + offset`` (gripper units differ: 0..1, m, rad, %).
+    policy value = ``scale * map(topic value) + offset`` (gripper units differ: 0..1, m, rad, %).
+
+    :param units: the map, applied to the topic's value first: ``affine`` changes nothing, transforms/units.py explains
+        the others.
     """
 
     name: Name
     topic: Name = "joint_states"
     scale: float = 1.0
     offset: float = 0.0
+    units: Units = "affine"
 
 
 class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One action dimension in robot units with its limits; ``scale``/``offset`` as in StateEntry, undone.
+    """One action dimension in robot units with its limits; ``units``, ``scale``, ``offset`` as in StateEntry, undone.
+
+    Limits, the handoff and a fake model compare an action with the state entry it drives: both in the same robot units.
 
     :param lower: smallest value; ``upper`` largest. Always checked.
     :param velocity_max: [unit/s], joint positions only. :param acceleration_max: [unit/s^2], the stop's
@@ -61,6 +69,7 @@ class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     absolute: bool = False
     scale: float = 1.0
     offset: float = 0.0
+    units: Units = "affine"
 
 
 class Camera(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,12 +79,14 @@ class Camera(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param latency_offset_s: subtracted from the stamp (a driver that stamps at receipt, not at exposure).
     :param tolerance_s: largest distance of its stamp from the observation's instant.
     :param max_age_s: freshness bound, by stamp and by receipt.
+    :param rotation_deg: turn that brings the picture to how the policy was trained, before it is resized.
     """
 
     name: Name
     topic: Name
     role: Name
     transport: Literal["raw", "compressed"] = "raw"
+    rotation_deg: Literal[0, 180] = 0
     tolerance_s: Positive = 0.05
     max_age_s: Positive = 0.3
     latency_offset_s: float = 0.0
@@ -149,22 +160,48 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class Normalisation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How robot values map to the model's space: transforms/normalise.py has the formula of each kind.
 
-    ``state`` and ``actions`` hold the statistics of a kind, a value per entry of the robot file, in its order
-    and its policy units. ``limits`` takes the robot file's own limits where none are given.
+    ``state`` and ``actions`` hold the statistics of a kind, a value per entry of the robot file, in its order and its
+    policy units; of relative actions those of the offsets. Statistics as long as the model's padded vector are used
+    up to the robot's entries. ``limits`` takes the robot file's own limits where none are given.
+
+    :param kind: of both; ``state_kind`` and ``actions_kind`` override it for one. ``min_max`` is lerobot's alone.
+    :param rule: whose arithmetic: the two families add eps in different places.
+    :param eps: None takes the rule's own (openpi 1e-6, lerobot 1e-8).
     """
 
-    kind: Literal["identity", "limits", "mean_std", "quantile"] = "identity"
-    eps: NonNegative = 1e-6
+    kind: Kind = "identity"
+    state_kind: Kind | None = None
+    actions_kind: Kind | None = None
+    rule: Literal["openpi", "lerobot"] = "openpi"
+    eps: NonNegative | None = None
     state: dict[str, tuple[float, ...]] = field(default_factory=dict)
     actions: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class PromptConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Prompt form and tokenizer. ``bytes`` is the tokenizer of demos and tests (id = byte + 3)."""
+    """Prompt form and tokenizer; transforms/prompt.py has the forms.
 
-    form: Literal["plain", "state_bins"] = "plain"
+    :param tokenizer: ``bytes`` (demos and tests, id = byte + 3), or the path of a SentencePiece ``.model`` or a
+        ``tokenizer.json``.
+    :param max_tokens: a longer prompt is cut at its end, with a warning.
+    :param padded_state: ``state_bins`` of the state padded with zeros to the model's action_dim, as lerobot's first
+        pi0.5 checkpoints were trained.
+    """
+
+    form: Literal["plain", "verbatim", "state_bins"] = "plain"
     tokenizer: str = "bytes"
     max_tokens: Annotated[int, Meta(ge=1)] = 48
+    padded_state: bool = False
+
+
+class RelativeActions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model's actions are offsets from the state of the observation, in policy units; joint positions only.
+
+    :param exclude: actions of the robot file whose name contains one of these, in upper or lower case, are absolute.
+        Each must be in some action's name.
+    """
+
+    exclude: tuple[Name, ...] = ("gripper",)
 
 
 class RtcOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -181,14 +218,23 @@ class RtcOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One model file (config/models/*.yaml). ``options`` is checked by the family's own struct.
 
-    :param checkpoint: folder with the weights; empty means seeded random weights, which is said on screen.
+    :param checkpoint: folder with the weights; empty means seeded random weights, which is said on screen. What the
+        folder itself says (weights/checkpoint.py) is the default of every other key.
+    :param asset: which statistics of an openpi folder, where it holds several.
+    :param device: where the model computes; ``auto`` is the accelerator where there is one.
+    :param resize: of images: ``pillow`` (openpi) or ``float`` (lerobot); transforms/image.py has both.
+    :param relative_actions: None: actions are what the robot file's action type says.
     """
 
     family: Name
     checkpoint: str = ""
+    asset: str = ""
     seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    resize: Literal["pillow", "float"] = "pillow"
     normalisation: Normalisation = field(default_factory=Normalisation)
     prompt: PromptConfig = field(default_factory=PromptConfig)
+    relative_actions: RelativeActions | None = None
     rtc: RtcOptions = field(default_factory=RtcOptions)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -297,88 +343,6 @@ def load_model(path: str | Path) -> ModelConfig:
     :raises ConfigError: with the path of the wrong key.
     """
     return convert(read_yaml(path), ModelConfig, where=str(path))
-
-
-# Where infinity means "no limit"; every other number of a robot file is finite.
-_MAY_BE_INFINITE = frozenset({"lower", "upper", "velocity_max", "acceleration_max", "first_step_max", "seam_jump_max"})
-
-
-def check_robot(robot: RobotConfig, *, where: str) -> None:
-    """Checks that span several keys of a robot file, and those that its types cannot say.
-
-    :raises ConfigError: with the path of the wrong key.
-    """
-    for kind, names in (
-        ("state", robot.state_names),
-        ("actions", robot.action_names),
-        ("cameras", tuple(c.name for c in robot.cameras)),
-        ("camera topics", tuple(c.topic for c in robot.cameras)),
-        ("camera roles", tuple(c.role for c in robot.cameras)),
-    ):
-        if twice := _twice(names):
-            raise ConfigError(f"{kind} names stand twice: {', '.join(twice)}", where=where)
-    _check_numbers(robot, f"{where}: $")
-    for i, entry in enumerate(robot.state):
-        _check_numbers(entry, f"{where}: $.state[{i}] ({entry.name})")
-    for i, action in enumerate(robot.actions):
-        _check_action(robot, action, f"{where}: $.actions[{i}] ({action.name})")
-    if robot.action_type.startswith("joint") and (shared := _twice(tuple(a.state for a in robot.actions))):
-        raise ConfigError(f"two joint actions drive one state entry: {', '.join(shared)}", where=f"{where}: $.actions")
-    for i, camera in enumerate(robot.cameras):
-        at = f"{where}: $.cameras[{i}] ({camera.name})"
-        _check_numbers(camera, at)
-        if camera.max_age_s < camera.tolerance_s:
-            raise ConfigError(
-                "max_age_s is below tolerance_s", got=camera.max_age_s, wanted=f">= {camera.tolerance_s}", where=at
-            )
-    command, at = robot.command, f"{where}: $.command"
-    if (command.interface == "none") != (not command.topic):
-        raise ConfigError(
-            "command needs both topic and interface",
-            got=f"topic {command.topic!r}, interface {command.interface}",
-            where=at,
-            do="Give both, or leave `command` out.",
-        )
-    wrong = {"joint_trajectory": ("joint_velocity", "cartesian_delta"), "joint_state": ("cartesian_delta",)}
-    if robot.action_type in wrong.get(command.interface, ()):
-        raise ConfigError(
-            f"interface {command.interface} cannot carry {robot.action_type}",
-            where=at,
-            do="Use float64_multi_array, or let the robot read ~/step.",
-        )
-
-
-def _check_action(robot: RobotConfig, action: ActionEntry, at: str) -> None:
-    _check_numbers(action, at)
-    if not action.lower < action.upper:
-        raise ConfigError(
-            "limits are not ordered", got=f"{action.lower}..{action.upper}", wanted="lower < upper", where=at
-        )
-    if action.state and action.state not in robot.state_names:
-        raise ConfigError(
-            "unknown state entry", got=action.state, wanted=f"one of {', '.join(robot.state_names)}", where=at
-        )
-    if robot.action_type.startswith("joint") and not action.state:
-        raise ConfigError("a joint action needs the state entry it drives", where=at, do="Add `state: NAME`.")
-    if robot.action_type == "joint_position" and action.acceleration_max is None:
-        raise ConfigError(
-            "acceleration_max is missing", where=at, do="A stop decelerates at this limit; give it in rad/s^2."
-        )
-
-
-def _check_numbers(entry: Struct, at: str) -> None:
-    for name in entry.__struct_fields__:
-        value = getattr(entry, name)
-        if not isinstance(value, float):
-            continue
-        if math.isnan(value) or (math.isinf(value) and name not in _MAY_BE_INFINITE):
-            raise ConfigError(f"{name} is not finite", got=value, where=at)
-        if name == "scale" and value == 0.0:
-            raise ConfigError("scale is 0", where=at, wanted="a non-zero factor")
-
-
-def _twice(names: tuple[str, ...]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1})
 
 
 def environment(name: str) -> str:

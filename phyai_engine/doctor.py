@@ -183,6 +183,26 @@ def cpu_matrix_units(machine: Machine) -> str:
     return f"bf16 by {found[0]}" if found else "no bf16 instructions"
 
 
+def check_kernels(machine: Machine) -> list[Row]:
+    """What each operator of a full-size pi0.5 runs on here, and why; compiles and checks it on an accelerator."""
+    if not machine.has_module("torch"):
+        return []
+    try:
+        torch = machine.import_torch()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    except Exception:  # check_torch has said so
+        return []
+    from phyai_engine.layers.ops import load_ops  # noqa: PLC0415 - needs torch
+    from phyai_engine.models.pi import PiOptions, op_shapes  # noqa: PLC0415
+
+    shapes = op_shapes(PiOptions(dtype="bfloat16"), torch.bfloat16)
+    rows = []
+    for op, why in load_ops("auto", device=device, shapes=shapes).reasons.items():
+        advice = "pip install '.[gpu]' in the checkout" if "cannot be imported" in why else ""
+        rows.append(Row(f"kernel {op}", why, True, advice))  # no fault: the reference serves too
+    return rows
+
+
 def check_jetson(machine: Machine) -> list[Row]:
     """JetPack and power mode, on a Jetson only."""
     try:
@@ -258,6 +278,7 @@ def doctor(machine: Machine | None = None) -> list[Row]:
         check_shared_memory(machine),
         check_optional_ros(machine),
         *check_torch(machine),
+        *check_kernels(machine),
         *check_jetson(machine),
         check_renderer(machine),
         check_caches(machine),

@@ -22,9 +22,10 @@ from rich.table import Table
 from phyai_engine.config import convert
 from phyai_engine.errors import ConfigError, PhyaiError
 from phyai_engine.models.pi import PiModel, PiOptions, PiPrefix
-from phyai_engine.runner import Runner
+from phyai_engine.runner import PhaseCallback, Runner
 from phyai_engine.types import Row
-from phyai_engine.weights.loading import read_tensors
+from phyai_engine.weights.header import Stored, stored_tensors
+from phyai_engine.weights.loading import stream_tensors
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -238,9 +239,8 @@ def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> GoldenRepo
 
 def _pi_setup(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> tuple[PiModel, list[Row], list[Array]]:
     """Model, the recorded samples as unguided rows (seed = index into the noise list), and the noise list."""
-    tensors = read_tensors(folder)
-    options = _pi_options(folder, config, recorded, tensors)
-    model = PiModel.from_state(options, tensors, where=folder)
+    options = _pi_options(folder, config, recorded, stored_tensors(folder))
+    model = PiModel.from_state(options, dict(stream_tensors(folder)), where=folder)
     samples, noise = _pi_inputs(folder, model, recorded)
     free = np.zeros(noise.shape[1:], np.float32)
     gain = np.zeros(options.num_steps, np.float32)
@@ -251,9 +251,7 @@ def _pi_setup(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> tupl
     return model, rows, [*noise, *np.negative(noise)]
 
 
-def _pi_options(
-    folder: Path, config: Mapping[str, Any], recorded: Arrays, tensors: Mapping[str, torch.Tensor]
-) -> PiOptions:
+def _pi_options(folder: Path, config: Mapping[str, Any], recorded: Arrays, tensors: Mapping[str, Stored]) -> PiOptions:
     """Sizes from the configuration; what it leaves out from the recorded arrays and the weights."""
     given = {**config, **_object(config.get("dims", {}), "dims", folder)}
     images = [name for name in recorded if name.startswith("image_")]
@@ -347,17 +345,27 @@ class _PiTap:
     def to_host(self, array: torch.Tensor) -> Array:
         return self._model.to_host(array)
 
-    def prefix(self, inputs: Mapping[str, Any]) -> PiPrefix:
-        embeddings, mask = self._model.embed(inputs)
-        prefix = self._model.prefix(inputs)
-        made = {"prefix_embeddings": embeddings, "prefix_mask": mask}
-        for i, (key, value) in enumerate(prefix.cache):
-            made |= {f"prefix_k_layer{i}": key, f"prefix_v_layer{i}": value}
-        self.made = {name: self.to_host(tensor) for name, tensor in made.items()}
+    def prefix(self, inputs: Mapping[str, Any], on_phase: PhaseCallback = lambda _: None) -> PiPrefix:
+        embedded = self.to_host(self._model.embed(inputs)[0])
+        prefix = self._model.prefix(inputs, on_phase)
+        mask, actions = self.to_host(prefix.mask), prefix.actions
+        self.made = {"prefix_mask": mask, "prefix_embeddings": _padded(embedded, mask)}
+        for kind, slab in (("k", actions.keys), ("v", actions.values)):
+            for i, layer in enumerate(self.to_host(slab)):
+                padded = _padded(layer.swapaxes(1, 2), mask).swapaxes(1, 2)
+                self.made[f"prefix_{kind}_layer{i}"] = padded
         return prefix
 
     def velocity(self, prefix: PiPrefix, x: torch.Tensor, step: int) -> torch.Tensor:
         return self._model.velocity(prefix, x, step)
+
+
+def _padded(compact: Array, mask: Array) -> Array:
+    """Compact tokens [B, L or more, ...] at the places they have in the recorded prefix, [B, padded length, ...]."""
+    padded = np.zeros((*mask.shape, *compact.shape[2:]), compact.dtype)
+    for row, tokens, valid in zip(padded, compact, mask, strict=True):
+        row[valid] = tokens[: valid.sum()]
+    return padded
 
 
 def _pi_trace(model: PiModel, rows: Sequence[Row], noise: Sequence[Array]) -> list[dict[str, Array]]:

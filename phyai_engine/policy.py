@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from phyai_engine.types import (
     Row,
     StageTimings,
 )
+from phyai_engine.weights.checkpoint import swapped_cameras
+
+_log = logging.getLogger(__name__)
 
 Answer = Chunk | PhyaiError
 
@@ -69,6 +73,8 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
             f"unknown model family {model.family!r}", wanted=f"one of {', '.join(MODELS)}", where="family"
         )
     loaded: Model = getattr(importlib.import_module(entry.module), entry.name).load(model)
+    for swap in swapped_cameras(robot, loaded.spec.cameras):
+        _log.warning("%s", swap)
     note = f"{model.family}, {model.checkpoint}" if model.checkpoint else f"{model.family}, {entry.untrained}"
     return Policy(Adapter(robot, model, loaded.spec), Runner(loaded), note)
 

@@ -22,6 +22,7 @@ from phyai_engine.types import F32, Row
 
 NoiseSource = Callable[[int, int, int], F32]
 StepCallback = Callable[[int, Any, Any], None]
+PhaseCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,8 @@ class Runner:
     :param buckets: allowed batch sizes; a batch is padded to the next one by repeating its first row.
     :param on_step: called before each update with (step, x [B,H,A], velocity [B,H,A]): device arrays, padded.
     :param noise: (seed, H, A) -> [H, A] float32 start noise.
+    :param on_phase: called as each phase begins: ``copy_in``, the model's own (``vision``, ``prefix``), ``step 0`` and
+        so on, ``copy_out``, and ``end``. Nothing waits for the device at a phase's border.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class Runner:
         buckets: Sequence[int] = (1, 2, 4, 8),
         on_step: StepCallback | None = None,
         noise: NoiseSource = standard_normal,
+        on_phase: PhaseCallback = lambda _: None,
     ) -> None:
         self.model = model
         self.buckets = tuple(sorted(set(buckets)))
         self._on_step = on_step
         self._noise = noise
+        self._on_phase = on_phase
         if not self.buckets or self.buckets[0] < 1:
             raise EngineError("no usable batch sizes", got=list(buckets), wanted="at least one number >= 1")
 
@@ -76,11 +81,14 @@ class Runner:
         padded = [*rows, *[rows[0]] * (size - len(rows))]
 
         started = time.perf_counter()
+        self._on_phase("copy_in")
         inputs = {name: self._stack([row.inputs[name] for row in padded]) for name in self.model.spec.inputs}
-        prefix = self.model.prefix(inputs)
+        prefix = self.model.prefix(inputs, self._on_phase)
         encoded = time.perf_counter()
         x = self._denoise(prefix, padded, rows)
+        self._on_phase("copy_out")
         actions = None if x is None else self._to_host(x, size)
+        self._on_phase("end")
         finished = time.perf_counter()
 
         prefix_ms, denoise_ms = (encoded - started) * 1e3, (finished - encoded) * 1e3
@@ -99,6 +107,7 @@ class Runner:
         for step, t in enumerate(spec.times):
             if all(row.cancel.cancelled for row in rows):
                 return None
+            self._on_phase(f"step {step}")
             velocity = self.model.velocity(prefix, x, step)
             if guidance is not None:
                 target, weight, gain = guidance

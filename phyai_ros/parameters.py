@@ -65,7 +65,7 @@ class NodeParameters:
     """What one configuration runs with. Durations in seconds, rates in hertz, steps in control steps."""
 
     robot: str = _row("", "Robot file: a path, or the name of a shipped one.")
-    model: str = _row("", "Model file: a path, or the name of a shipped one.")
+    model: str = _row("", "Model: a model file, the name of a shipped one, or a checkpoint folder.")
     engine: str = _row("process", "Where inference runs (remote: not yet).", choices=("thread", "process", "remote"))
     engine_endpoint: str = _row("", "Engine server of engine: remote, e.g. tcp://gpu-server:5555.")
     engine_threads: int = _row(0, "CPU threads of the engine; 0 = its library's default.", low=0, high=256)

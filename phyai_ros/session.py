@@ -25,13 +25,14 @@ from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory
 
-from phyai_engine.config import ModelConfig, load_model, load_robot, resolve
+from phyai_engine.config import ModelConfig, load_robot, resolve
 from phyai_engine.errors import EngineRefusedError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
 from phyai_engine.types import F64, AbortCause, ActionType, SafetyState, Schedule
+from phyai_engine.weights.checkpoint import model_from
 from phyai_ros import parameters
 from phyai_ros.control_loop import ControlLoop, LoopSettings
 from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
@@ -192,9 +193,9 @@ class Session:
     ) -> None:
         node = self._node
         self.params = params = parameters.read(node)
-        robot_file, model_file = resolve("robots", params.robot), resolve("models", params.model)
+        robot_file = resolve("robots", params.robot)
         self.robot = robot = load_robot(robot_file)
-        model = load_model(model_file)
+        model = model_from(params.model)
         self._simulated = bool(node.get_parameter("use_sim_time").value)
         self.sim_rate = SimRate(self._simulated)
         self.jitter = TickMeter(robot.dt_s)
@@ -208,7 +209,7 @@ class Session:
         try:
             hello = self._start_engine(model, give_up, on_engine)
         except EngineRefusedError as error:  # only here are both files known
-            raise EngineRefusedError(str(error), where=f"model {model_file}, robot {robot_file}") from error
+            raise EngineRefusedError(str(error), where=f"model {params.model}, robot {robot_file}") from error
         params.check_against(hello.horizon, robot.dt_s)
         warm_up = ", ".join(f"{t:.1f}" for t in hello.warm_up_ms)
         self.notes = {"decoder": why, "model": hello.note, "warm_up_ms": warm_up}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Rotary = tuple[Tensor, Tensor]
+
 
 def inverse_frequencies(head_dim: int, base: float) -> Tensor:
     """[D/2] fp32, ``1 / base**(2i/D)`` with every step in fp32 on the CPU.
@@ -16,11 +18,10 @@ def inverse_frequencies(head_dim: int, base: float) -> Tensor:
     return 1.0 / (base**exponent)
 
 
-def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_table(positions: Tensor, frequencies: Tensor) -> Rotary:
     """cos and sin of every position.
 
-    :param positions: [B, S] integer. :param frequencies: [D/2] fp32.
-    :return: two [B, 1, S, D/2] fp32 tensors; the 1 broadcasts over heads.
+    :param positions: [B, S] integer. :param frequencies: [D/2] fp32. :return: two [B, S, D/2] fp32 tensors.
     """
-    angles = positions.float()[:, None, :, None] * frequencies
+    angles = positions.float()[..., None] * frequencies
     return angles.cos(), angles.sin()

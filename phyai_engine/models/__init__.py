@@ -5,7 +5,7 @@ This module imports no torch, so that the runner and the numpy models need none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,10 +25,11 @@ class Model(Protocol):
     def to_host(self, array: Any) -> NDArray[np.generic]:
         """Copy back, waiting until the values are there."""
 
-    def prefix(self, inputs: Mapping[str, Any]) -> Any:
+    def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = ...) -> Any:
         """All that depends on the observation and not on the step; opaque to the runner.
 
         :param inputs: the arrays of ``spec.inputs`` on the device, each with a leading batch dimension.
+        :param on_phase: called with the name of each phase as it begins.
         """
 
     def velocity(self, prefix: Any, x: Any, step: int) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -105,8 +105,9 @@ class FakeModel:
         host: NDArray[np.generic] = array
         return host
 
-    def prefix(self, inputs: Mapping[str, Any]) -> FakePrefix:
+    def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None) -> FakePrefix:
         """Plan the motion from ``anchor`` [B, A]; the configured faults happen here."""
+        on_phase("prefix")
         self._runs += 1
         o = self.options
         if self._runs > 0:

@@ -1,213 +1,225 @@
-"""pi0 and pi0.5: vision-language prefix, flow-matching action expert. The plain forward pass.
+"""pi0 and pi0.5: vision-language prefix, flow-matching action expert, without what can be left out exactly.
 
-Shapes: B batch, C cameras, P prompt tokens, L = C * tokens per image + P prefix tokens, A action_dim, S
-suffix
-tokens (H actions; pi0 has one state token before them). The formulas are those of openpi's PyTorch classes.
+Shapes: B batch, C cameras, T tokens per camera, P prompt tokens, L valid prefix tokens of the longest row, H actions,
+A action_dim, N steps. The formulas are those of openpi's PyTorch classes. Each saving is explained where it is made:
+merged and folded weights in weights/pi.py, padding and masked cameras in pi_compact.py, K/V in backbones/gemma.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError
+from phyai_engine.layers.ops import Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
-from phyai_engine.models.backbones.gemma import GemmaExpert, GemmaOptions, GemmaPrefix, Rotary
+from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
-from phyai_engine.solvers import flow_times
-from phyai_engine.types import BufferSpec, ModelSpec
-from phyai_engine.weights import pi as names
-from phyai_engine.weights.loading import Shape, check_tensors, read_tensors
+from phyai_engine.models.pi_compact import Layout, compact
+from phyai_engine.models.pi_options import PiOptions
+from phyai_engine.types import ModelSpec
+from phyai_engine.weights.header import Shape, stored_tensors
+from phyai_engine.weights.loading import check_tensors, device_of, stream_tensors
+from phyai_engine.weights.pi import Place, fill, fold, places, random_stream
+from phyai_engine.weights.pi_names import canonical
 
-Count = Annotated[int, Meta(ge=1)]
-
-_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0  # of the time embedding's sinusoids, in flow time
-
-
-class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Dimensions and conventions; the defaults are the released pi0.5.
-
-    :param vis_width: ``vis_*`` are SigLIP's, ``width mlp`` the prefix stack's, ``exp_*`` the action expert's;
-        ``depth heads kv_heads head_dim`` hold for both stacks.
-    :param prompt_len: P, tokens of the padded prompt (released pi0: 48). :param image_size: pixels, square.
-    :param cameras: roles in the order in which they enter the prefix.
-    :param dtype: of the towers' matrices and activations; norms, action heads and the actions stay float32.
-    :param time_rule: how the flow times are rounded: ``accumulate`` (openpi) or ``direct`` (lerobot).
-    """
-
-    variant: Literal["pi0", "pi05"] = "pi05"
-    vocab: Count = 257152
-    vis_width: Count = 1152
-    vis_depth: Count = 27
-    vis_mlp: Count = 4304
-    vis_heads: Count = 16
-    width: Count = 2048
-    depth: Count = 18
-    mlp: Count = 16384
-    heads: Count = 8
-    kv_heads: Count = 1
-    head_dim: Count = 256
-    exp_width: Count = 1024
-    exp_mlp: Count = 4096
-    action_dim: Count = 32
-    action_horizon: Count = 50
-    num_steps: Count = 10
-    prompt_len: Count = 200
-    rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
-    image_size: Count = 224
-    patch: Count = 14
-    cameras: Annotated[tuple[str, ...], Meta(min_length=1)] = (
-        "base_0_rgb",
-        "left_wrist_0_rgb",
-        "right_wrist_0_rgb",
-    )
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    time_rule: Literal["accumulate", "direct"] = "accumulate"
-
-    def __post_init__(self) -> None:
-        rules = (
-            (self.vis_width % self.vis_heads == 0, "vis_width must be a multiple of vis_heads"),
-            (self.heads % self.kv_heads == 0, "heads must be a multiple of kv_heads"),
-            (self.head_dim % 2 == 0, "head_dim must be even (rotary pairs)"),
-            (
-                self.exp_width % 2 == 0 and self.exp_width >= 4,
-                "exp_width must be even and at least 4 (sine and cosine)",
-            ),
-            (self.image_size >= self.patch, "image_size must be at least one patch"),
-            (len(set(self.cameras)) == len(self.cameras), "cameras must differ"),
-        )
-        for holds, rule in rules:
-            if not holds:
-                raise ValueError(rule)
-
-    @property
-    def vision(self) -> SiglipOptions:
-        """The vision tower's dimensions."""
-        return SiglipOptions(self.vis_width, self.vis_depth, self.vis_mlp, self.vis_heads, self.image_size, self.patch)
-
-    @property
-    def language(self) -> GemmaOptions:
-        """The prefix stack's dimensions."""
-        return GemmaOptions(self.width, self.depth, self.mlp, self.heads, self.kv_heads, self.head_dim)
-
-    @property
-    def expert(self) -> GemmaOptions:
-        """The action expert's dimensions."""
-        adaptive = self.variant == "pi05"
-        return GemmaOptions(
-            self.exp_width, self.depth, self.exp_mlp, self.heads, self.kv_heads, self.head_dim, adaptive
-        )
+__all__ = ["PiModel", "PiOptions", "PiPrefix", "op_shapes", "time_embedding"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PiPrefix:
     """What the denoising steps need of one batch of observations; the same for every step.
 
-    :param cache: per layer K (rotated) and V, [B, kv_heads, L, head_dim].
-    :param mask: [B, L] bool, valid prefix tokens. :param suffix_mask: [B, S, L+S] bool.
-    :param rotary: cos and sin of the suffix positions.
-    :param state: pi0's state token, [B, 1, exp_width] fp32; None for pi0.5.
+    :param mask: [B, C*T + P] bool, valid tokens of the padded prefix. Column j of row b in the slab is the j-th of
+        them; pi0's state token follows, then the actions.
+    :param actions: the slab, and where the actions go in it; each step overwrites their K/V.
     """
 
-    cache: tuple[tuple[Tensor, Tensor], ...]
     mask: Tensor
-    suffix_mask: Tensor
-    rotary: Rotary
-    state: Tensor | None
+    actions: Span
 
 
-def time_embedding(times: tuple[float, ...], width: int) -> Tensor:
-    """[N, width] fp32: sines, then cosines; periods geometric from 4e-3 to 4; angles in fp64."""
-    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device="cpu")
-    period = _MIN_PERIOD * (_MAX_PERIOD / _MIN_PERIOD) ** fraction
+def time_embedding(times: tuple[float, ...], options: PiOptions) -> Tensor:
+    """[N, exp_width] fp32: sines, then cosines; periods geometric between the two; angles in fp64."""
+    fraction = torch.linspace(0.0, 1.0, options.exp_width // 2, dtype=torch.float64, device="cpu")
+    period = options.min_period * (options.max_period / options.min_period) ** fraction
     t = torch.tensor(times, dtype=torch.float64, device="cpu")
     angle = t[:, None] * (1.0 / period * 2.0 * math.pi)
     return torch.cat((angle.sin(), angle.cos()), dim=1).float()
 
 
+def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
+    """Every operator call of one full request: all cameras, the longest prompt, one row.
+
+    :param dtype: of the towers' activations; the vision tower's is ``options.vision_dtype``.
+    """
+    o, vision = options, _vision_dtype(options, dtype)
+    queries, keys, images = o.heads * o.head_dim, 2 * o.kv_heads * o.head_dim, len(o.cameras) * o.image_tokens
+    length = images + o.prompt_len
+    columns = length + o.state_tokens + o.action_horizon
+    shapes = [
+        OpShape("linear", torch.float32, (images, 3 * o.patch**2, o.vis_width)),
+        OpShape("layer_norm", vision, (images, o.vis_width)),
+        *_linears(images, vision, (o.vis_width, 3 * o.vis_width), (o.vis_width, o.vis_width)),
+        *_linears(images, vision, (o.vis_width, o.vis_mlp), (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
+        OpShape(
+            "attend",
+            vision,
+            (len(o.cameras), o.vis_heads, o.vis_heads, o.image_tokens, o.image_tokens, o.vis_width // o.vis_heads),
+        ),
+    ]
+    actions = "ada_rms_norm" if o.variant == "pi05" else "rms_norm"
+    # Norm, rows, width, MLP of each pass; the ones that only fill the slab end at the last layer's K and V.
+    passes = [("rms_norm", length, o.width, o.mlp, True), (actions, o.action_horizon, o.exp_width, o.exp_mlp, False)]
+    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp, True)] if o.variant == "pi0" else []
+    for norm, rows, width, mlp, fills in passes:
+        shapes += _linears(rows, dtype, (width, queries + keys), (queries, width), (width, 2 * mlp), (mlp, width))
+        shapes += _linears(rows, dtype, (width, keys)) if fills else []
+        shapes += [
+            OpShape(norm, dtype, (rows, width)),
+            OpShape("gelu_mul", dtype, (rows, mlp)),
+            OpShape("split_rotate", dtype, (1, rows, o.heads, o.kv_heads, o.head_dim, columns)),
+            OpShape("attend", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
+        ]
+    heads = [(o.action_dim, o.exp_width), (o.exp_width, o.action_dim)]
+    if o.variant == "pi0":
+        heads += [(o.exp_width, o.exp_width)]
+        shapes += _linears(1, torch.float32, (o.action_dim, o.exp_width))
+    shapes += _linears(o.action_horizon, torch.float32, *heads)
+    return list(dict.fromkeys(shapes))
+
+
+def _linears(rows: int, dtype: torch.dtype, *sizes: tuple[int, int]) -> list[OpShape]:
+    return [OpShape("linear", dtype, (rows, *size)) for size in sizes]
+
+
+def _vision_dtype(options: PiOptions, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if options.vision_dtype == "float32" else dtype
+
+
 class PiModel(nn.Module):
-    """One pi0 or pi0.5 network with its weights. Made by ``load``, ``from_state`` or ``random``."""
+    """One pi0 or pi0.5 network with its weights. Made by ``load``, ``from_state`` or ``random``.
+
+    Parameters are the towers' matrices (``options.dtype``), norms, patch, position and heads (fp32); ``modulation`` or
+    ``time_rows`` is made of the checkpoint at load.
+    """
 
     spec: ModelSpec
+    ops: Ops
     rotary_frequencies: Tensor
-    time_table: Tensor
+    modulation: Tensor
+    time_rows: Tensor
 
     def __init__(self, options: PiOptions) -> None:
         super().__init__()
-        self.options = options
-        self.spec = _spec(options)
-        self.compute_dtype: torch.dtype = getattr(torch, options.dtype)
-        width, action_dim = options.exp_width, options.action_dim
-        self.vision = Siglip(options.vision)
-        self.projector = nn.Linear(options.vis_width, options.width)
-        self.embedding = nn.Embedding(options.vocab, options.width)
-        self.language = GemmaPrefix(options.language)
-        self.expert = GemmaExpert(options.expert)
-        self.action_in_proj = nn.Linear(action_dim, width)
-        self.action_out_proj = nn.Linear(width, action_dim)
-        if options.variant == "pi0":
-            self.state_proj = nn.Linear(action_dim, width)
-            self.action_time_mlp_in = nn.Linear(2 * width, width)
-            self.action_time_mlp_out = nn.Linear(width, width)
-        else:
-            self.time_mlp_in = nn.Linear(width, width)
+        o = self.options = options
+        self.spec = options.spec()
+        self.ops = Ops()
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        pi0, width, vision = options.variant == "pi0", options.exp_width, _vision_dtype(options, self.dtype)
+        self.vision = Siglip(
+            SiglipOptions(o.vis_width, o.vis_depth, o.vis_mlp, o.vis_heads, o.image_size, o.patch), vision
+        )
+        self.projector = nn.Linear(o.vis_width, o.width, dtype=vision)
+        self.embedding = nn.Parameter(torch.empty(o.vocab, o.width, dtype=self.dtype))
+        heads = (o.heads, o.kv_heads, o.head_dim)
+        self.language = GemmaStack(GemmaOptions(o.width, o.depth, o.mlp, *heads, keys_values_only=True), self.dtype)
+        self.expert = GemmaStack(GemmaOptions(width, o.depth, o.exp_mlp, *heads, norms=pi0), self.dtype)
+        self.action_in = nn.Linear(o.action_dim, width, bias=not pi0)
+        self.action_out = nn.Linear(width, o.action_dim)
+        if pi0:
+            self.state_in = nn.Linear(o.action_dim, width)
             self.time_mlp_out = nn.Linear(width, width)
-        frequencies = inverse_frequencies(options.head_dim, options.rope_theta)
+            self.register_buffer("time_rows", torch.empty(o.num_steps, width))
+        else:
+            self.register_buffer("modulation", torch.empty(o.num_steps, 2 * o.depth + 1, 3, width))
+        frequencies = inverse_frequencies(o.head_dim, o.rope_theta)
         self.register_buffer("rotary_frequencies", frequencies, persistent=False)
-        self.register_buffer("time_table", time_embedding(self.spec.times, width), persistent=False)
+
+    @staticmethod
+    def expected(options: PiOptions) -> dict[str, Shape]:
+        """Canonical name and shape of every tensor that a checkpoint must hold; nothing else is in its way."""
+        return {name: place.shape for name, place in places(options).items()}
 
     @classmethod
     def load(cls, config: ModelConfig) -> PiModel:
         """The model that a model file describes; seeded random weights where it names no checkpoint.
 
-        :raises ConfigError: unknown or wrong options. :raises WeightsError: the checkpoint does not fit them.
+        :raises ConfigError: unknown or wrong options, or a device that is not there.
+        :raises WeightsError: the checkpoint does not fit them; told from its headers, before a tensor is read.
         """
         options = convert({"variant": config.family, **config.options}, PiOptions, where="options")
         if options.variant != config.family:
             raise ConfigError("options.variant contradicts the family", got=options.variant, wanted=config.family)
+        device = device_of(config.device)
         if not config.checkpoint:
-            return cls.random(options, config.seed)
-        folder = Path(config.checkpoint)
-        return cls.from_state(options, read_tensors(folder), where=folder)
+            return cls.random(options, config.seed, device=device)
+        folder, table = Path(config.checkpoint), places(options)
+        stored = stored_tensors(folder)
+        names = canonical(stored, where=folder)
+        check_tensors(((names[own], stored[own]) for own in names), cls.expected(options), where=folder)
+        read = {own: name for own, name in names.items() if table[name].read}
+        return cls._filled(options, stream_tensors(folder, read), table, device, where=folder)
 
     @classmethod
     def from_state(
-        cls, options: PiOptions, tensors: Mapping[str, Tensor], *, where: object = None, device: str = "cpu"
+        cls,
+        options: PiOptions,
+        tensors: Mapping[str, Tensor],
+        *,
+        where: object = None,
+        device: str | torch.device = "cpu",
     ) -> PiModel:
         """A model with a checkpoint's weights.
 
-        :param tensors: checkpoint names -> tensors. :param where: their origin, for messages.
+        :param tensors: checkpoint names, in any spelling, -> tensors. :param where: their origin, for messages.
         :raises WeightsError: naming every tensor that is missing, unexpected or mis-shaped.
         """
-        model = _skeleton(options)
-        tensors = names.canonical_tensors(tensors, where=where)
-        check_tensors(tensors, _shapes(model), where=where)
-        state = {
-            own: tensors[names.checkpoint_name(own)].to(
-                device=device, dtype=names.parameter_dtype(own, model.compute_dtype)
-            )
-            for own in model.state_dict()
-        }
-        model.load_state_dict(state, strict=True, assign=True)
-        return model.requires_grad_(False).to(device).eval()
+        names = canonical(tensors, where=where)
+        pairs = [(name, tensors[own]) for own, name in names.items()]
+        check_tensors(pairs, cls.expected(options), where=where)
+        return cls._filled(options, pairs, places(options), torch.device(device), where=where)
 
     @classmethod
-    def random(cls, options: PiOptions, seed: int, *, device: str = "cpu") -> PiModel:
+    def random(cls, options: PiOptions, seed: int, *, device: str | torch.device = "cpu") -> PiModel:
         """An untrained model: its actions are finite, bounded, smooth and depend on the observation."""
-        skeleton = _skeleton(options)
-        tensors = names.random_tensors(_shapes(skeleton), seed, skeleton.spec.times, skeleton.time_table)
-        return cls.from_state(options, tensors, where=f"random weights, seed {seed}", device=device)
+        times = options.spec().times
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        made = random_stream(cls.expected(options), seed, times, time_embedding(times, options), dtype)
+        return cls._filled(options, made, places(options), torch.device(device), where=f"random weights, seed {seed}")
+
+    @classmethod
+    def _filled(
+        cls,
+        options: PiOptions,
+        tensors: Iterable[tuple[str, Tensor]],
+        table: Mapping[str, Place],
+        device: torch.device,
+        *,
+        where: object,
+    ) -> PiModel:
+        """Allocate the merged parameters, then write into them what comes, tensor by tensor."""
+        with torch.device("meta"):
+            model = cls(options)
+        model.to_empty(device=device).requires_grad_(False).eval()
+        own = model.state_dict()
+        folded = fill(own, tensors, table, where=where)
+        for name, tensor in fold(folded, options, time_embedding(model.spec.times, options)).items():
+            own[name].copy_(tensor)
+        own["embedding"].mul_(options.width**0.5)  # rounded once, as a product with the looked-up row would be
+        model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
+        model.ops = load_ops(options.kernels, device=device, shapes=op_shapes(options, model.dtype))
+        return model
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         """See :class:`phyai_engine.models.Model`."""
@@ -219,99 +231,77 @@ class PiModel(nn.Module):
         return host
 
     @torch.no_grad()
-    def prefix(self, inputs: Mapping[str, Any]) -> PiPrefix:
-        """Encode images and prompt, and keep K and V of every layer.
+    def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None) -> PiPrefix:
+        """Encode images and prompt, and keep K and V of every layer; pi0's state token is part of it.
 
         :param inputs: ``images`` [B,C,3,h,w] in [-1,1], ``image_mask`` [B,C], ``tokens`` [B,P],
             ``token_mask`` [B,P], and for pi0 ``state`` [B,A].
+        :param on_phase: told ``vision`` and ``prefix``.
         """
-        tokens, mask = self.embed(inputs)
-        positions = mask.cumsum(dim=1) - 1  # masked tokens take no position
-        visible = mask[:, None, :] & mask[:, :, None]
-        cache = self.language(tokens, visible, rotary_table(positions, self.rotary_frequencies))
-        state = self.state_proj(inputs["state"])[:, None] if self.options.variant == "pi0" else None
-        length = self.options.action_horizon + (state is not None)
-        suffix = mask.sum(dim=1, keepdim=True) + torch.arange(length, device=mask.device)
-        return PiPrefix(
-            cache=cache,
-            mask=mask,
-            suffix_mask=_suffix_mask(mask, length, state_first=state is not None),
-            rotary=rotary_table(suffix, self.rotary_frequencies),
-            state=state,
-        )
+        x, layout = self.embed(inputs, on_phase)
+        o, (batch, length) = self.options, x.shape[:2]
+        slab = (o.depth, batch, o.kv_heads, length + o.state_tokens + o.action_horizon, o.head_dim)
+        keys, values = (torch.empty(slab, dtype=self.dtype, device=x.device) for _ in range(2))
+        zero = torch.zeros_like(layout.valid)
+        span = Span(keys, values, zero, layout.valid.clamp(min=1), self._rotary(zero, length))
+        self.language.fill(x, span, self.language.plain_norm(self.ops), self.ops)
+        start = layout.valid
+        if o.variant == "pi0":
+            token = self.ops.linear(inputs["state"], self.state_in.weight, self.state_in.bias)[:, None].to(self.dtype)
+            span = replace(span, start=start, lengths=start + 1, rotary=self._rotary(start, 1))
+            self.expert.fill(token, span, self.expert.plain_norm(self.ops), self.ops)
+            start = start + 1
+        rotary = self._rotary(start, o.action_horizon)
+        actions = replace(span, start=start, lengths=start + o.action_horizon, rotary=rotary)
+        return PiPrefix(layout.mask, actions)
 
     @torch.no_grad()
-    def embed(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The prefix tokens before layer 0: cameras in order, then the prompt.
+    def embed(
+        self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None
+    ) -> tuple[Tensor, Layout]:
+        """The prefix tokens before layer 0, compact; masked cameras are not looked at.
 
-        Content under a false mask is replaced before use: garbage there, a NaN above all, would reach valid
-        tokens as 0 * NaN.
-
-        :return: tokens [B, L, width] and their validity [B, L] bool.
+        :return: tokens [B, L, width] and where they come from.
         """
-        images, image_mask = inputs["images"], inputs["image_mask"]
-        images = images.masked_fill(~image_mask[:, :, None, None, None], 0.0)
-        batch, cameras = image_mask.shape
-        seen = self.projector(self.vision(images.flatten(0, 1), self.compute_dtype))
-        seen = seen.view(batch, -1, self.options.width)
-        said = self.embedding(inputs["tokens"].masked_fill(~inputs["token_mask"], 0)) * self.options.width**0.5
-        mask = image_mask.repeat_interleave(seen.shape[1] // cameras, dim=1)
-        return torch.cat((seen, said), dim=1), torch.cat((mask, inputs["token_mask"]), dim=1)
+        on_phase("vision")
+        layout = compact(inputs["image_mask"], inputs["token_mask"], self.options.image_tokens)
+        width, ops = self.options.width, self.ops
+        pool = []
+        if len(layout.present):
+            seen = self.vision(inputs["images"].flatten(0, 1)[layout.present], ops)
+            projected = ops.linear(seen, self.projector.weight, self.projector.bias)
+            pool.append(projected.to(self.dtype).view(-1, width))
+        on_phase("prefix")
+        # What stands under a false mask may be anything, and beyond the vocabulary.
+        said = functional.embedding(inputs["tokens"].masked_fill(~inputs["token_mask"], 0), self.embedding)
+        pool.append(said.view(-1, width))
+        return torch.cat(pool)[layout.source], layout
 
     @torch.no_grad()
     def velocity(self, prefix: PiPrefix, x: Tensor, step: int) -> Tensor:
         """The expert's noise - action estimate. :param x: [B, H, A] fp32. :return: [B, H, A] fp32."""
-        time = self.time_table[step : step + 1]
-        condition: Tensor | None = None
-        tokens = self.action_in_proj(x)
-        if prefix.state is None:
-            condition = functional.silu(self.time_mlp_out(functional.silu(self.time_mlp_in(time))))
+        ops = self.ops
+        if self.options.variant == "pi0":
+            inner = functional.silu(ops.linear(x, self.action_in.weight, self.time_rows[step]))
+            tokens = ops.linear(inner, self.time_mlp_out.weight, self.time_mlp_out.bias)
+            norm = self.expert.plain_norm(ops)
         else:
-            timed = torch.cat((tokens, time.expand(*tokens.shape[:2], -1)), dim=-1)
-            tokens = self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(timed)))
-            tokens = torch.cat((prefix.state, tokens), dim=1)
-        hidden = self.expert(tokens.to(self.compute_dtype), prefix.cache, prefix.suffix_mask, prefix.rotary, condition)
-        out: Tensor = self.action_out_proj(hidden[:, -x.shape[1] :].float())
+            tokens = ops.linear(x, self.action_in.weight, self.action_in.bias)
+            norm = self._modulated_norm(step)
+        hidden = self.expert(tokens.to(self.dtype), prefix.actions, norm, ops)
+        out: Tensor = ops.linear(hidden.float(), self.action_out.weight, self.action_out.bias)
         return out
 
+    def _modulated_norm(self, step: int) -> Norm:
+        """adaRMS with the step's rows; a norm's gate is for the sub-layer behind it, so the next norm applies it."""
+        table, ops = self.modulation[step], self.ops
 
-def _spec(options: PiOptions) -> ModelSpec:
-    cameras, size = len(options.cameras), options.image_size
-    inputs = {
-        "images": BufferSpec((cameras, 3, size, size), "float32"),
-        "image_mask": BufferSpec((cameras,), "bool"),
-        "tokens": BufferSpec((options.prompt_len,), "int64"),
-        "token_mask": BufferSpec((options.prompt_len,), "bool"),
-    }
-    if options.variant == "pi0":
-        inputs["state"] = BufferSpec((options.action_dim,), "float32")
-    return ModelSpec(
-        family=options.variant,
-        horizon=options.action_horizon,
-        action_dim=options.action_dim,
-        times=flow_times(options.num_steps, options.time_rule),
-        inputs=inputs,
-        cameras=options.cameras,
-        vocabulary=options.vocab,
-    )
+        def norm(index: int, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            gate = None if out is None else table[index - 1, 2]
+            return ops.ada_rms_norm(x, table[index, 0], table[index, 1], out, gate)
 
+        return norm
 
-def _suffix_mask(prefix_mask: Tensor, length: int, *, state_first: bool) -> Tensor:
-    """[B, S, L+S] bool: suffix tokens see the valid prefix and each other; the state token sees no action."""
-    among = torch.ones((length, length), dtype=torch.bool, device=prefix_mask.device)
-    if state_first:
-        among[0, 1:] = False
-    batch = prefix_mask.shape[0]
-    before = prefix_mask[:, None, :].expand(-1, length, -1)
-    return torch.cat((before, among.expand(batch, -1, -1)), dim=2)
-
-
-def _skeleton(options: PiOptions) -> PiModel:
-    """The network without storage: weights are assigned, so a full-size model is never initialised twice."""
-    with torch.device("meta"):
-        return PiModel(options)
-
-
-def _shapes(model: PiModel) -> dict[str, Shape]:
-    """Checkpoint name -> shape of every parameter."""
-    return {names.checkpoint_name(own): tuple(t.shape) for own, t in model.state_dict().items()}
+    def _rotary(self, start: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Of ``count`` tokens per row from position ``start`` [B] on."""
+        return rotary_table(start[:, None] + torch.arange(count, device=start.device), self.rotary_frequencies)

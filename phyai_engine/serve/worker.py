@@ -28,6 +28,7 @@ import zmq
 from phyai_engine import __version__, config
 from phyai_engine.config import ModelConfig, RobotConfig
 from phyai_engine.errors import PhyaiError, ProtocolError
+from phyai_engine.robot_check import check_robot
 from phyai_engine.serve.compute import Compute, Load, Ready, Work, load_policy_lazily
 from phyai_engine.serve.protocol import (
     HEARTBEAT_S,
@@ -147,7 +148,7 @@ class _Worker:
         self._peer = peer
         try:
             robot = config.convert(hello.robot, RobotConfig, where="hello: robot")
-            config.check_robot(robot, where="hello: robot")
+            check_robot(robot, where="hello: robot")
             model = config.convert(hello.model, ModelConfig, where="hello: model")
         except PhyaiError as error:
             self._send(peer, HelloReply(reason=str(error)))

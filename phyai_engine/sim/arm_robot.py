@@ -149,7 +149,8 @@ def _check_supported(robot: RobotConfig) -> None:
             wanted=f"joint_position driving {', '.join(robot.state_names)}",
             where=where,
         )
-    units = [(a.name, a.scale, a.offset) for a in robot.actions] + [(e.name, e.scale, e.offset) for e in robot.state]
-    changed = [name for name, scale, offset in units if (scale, offset) != (1.0, 0.0)]
+    units = [(e.name, e.scale, e.offset, e.units) for e in robot.actions]
+    units += [(e.name, e.scale, e.offset, e.units) for e in robot.state]
+    changed = [name for name, *rest in units if rest != [1.0, 0.0, "affine"]]
     if changed:
         raise ConfigError("the simulated arm does not change units", got=changed, wanted="scale 1", where=where)

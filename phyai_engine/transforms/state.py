@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from phyai_engine.types import F32, F64
+from phyai_engine.transforms.normalise import Floats
+from phyai_engine.types import F32
 
 
-def pad(values: F64, size: int) -> F32:
+def pad(values: Floats, size: int) -> F32:
     """[..., n] -> [..., size] float32, zeros at the end. :raises ValueError: if n > size."""
     missing = size - values.shape[-1]
     return np.pad(values.astype(np.float32), [(0, 0)] * (values.ndim - 1) + [(0, missing)])
 
 
-def bins(state: F64) -> tuple[int, ...]:
+def bins(state: Floats) -> tuple[int, ...]:
     """256 bins over [-1, 1) of a normalised state, as pi0.5 reads them; nothing is clipped.
 
     Below -1 gives -1 (printed as such), from 0.9921875 on gives 255.
 
-    :param state: [n] float64, not padded.
+    :param state: [n]; padded only where the checkpoint was trained so.
     """
     edges = np.linspace(-1.0, 1.0, 257)[:-1]
     return tuple(int(b) for b in np.digitize(state, edges) - 1)

@@ -1,89 +1,106 @@
-"""Strict safetensors loading: every tensor is matched by name and shape, or the load fails naming it."""
+"""Strict loading: every tensor is matched by name, shape and kind before one is read, and read one at a time."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
 from torch import Tensor
 
-from phyai_engine.errors import WeightsError
+from phyai_engine.errors import ConfigError, WeightsError
+from phyai_engine.weights.header import Shape, Stored, stored_tensors
 
-Shape = tuple[int, ...]
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+# The format's words for what a model computes with; fp8 and integers need scales, which nobody reads here.
+_DTYPES = MappingProxyType({"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
+_FLOATING = frozenset({*_DTYPES, *(str(dtype) for dtype in _DTYPES.values())})
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU in their stored dtype.
+class Described(Protocol):
+    """A tensor, or what a file's header says of one."""
 
-    :param path: a .safetensors file, or a folder: its ``model.safetensors.index.json`` is followed; without one its
-        ``model.safetensors`` is read, and without that one all of its ``*.safetensors``.
-    :raises WeightsError: missing or damaged file, shards that disagree with their index, a tensor in two files.
+    @property
+    def shape(self) -> Collection[int]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> object:
+        """torch's, or the format's word."""
+
+
+def device_of(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """Where a model's parameters are placed as they are read; ``auto`` is the accelerator where there is one.
+
+    :raises ConfigError: ``cuda`` is asked for and torch has none.
     """
-    if path.is_file():
-        return _read_file(path)
-    if (path / _INDEX).is_file():
-        return _read_shards(path)
-    if (path / _SINGLE).is_file():
-        return _read_file(path / _SINGLE)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        held = _read_file(file)
-        if twice := held.keys() & tensors.keys():
-            raise WeightsError("tensors that another file holds too", got=_names(twice), where=file)
-        tensors.update(held)
-    if not tensors:
-        wanted = f"{_SINGLE}, {_INDEX} or other *.safetensors"
-        raise WeightsError("no weights", wanted=wanted, where=path, do="Check the checkpoint path.")
-    return tensors
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "no CUDA device",
+            got=f"device: cuda, with torch {torch.__version__}",
+            where="device",
+            do="Install torch for CUDA and check the driver with nvidia-smi, or write `device: auto`.",
+        )
+    cuda = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if cuda else "cpu")
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def stream_tensors(path: Path, names: Mapping[str, str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint one after the other, on the CPU in their stored dtype, largest first.
+
+    Nothing is mapped: in memory is the tensor that is being looked at, and no other. The largest come while the model
+    is still empty.
+
+    :param path: a .safetensors file, or a folder, as ``header.stored_tensors`` takes it.
+    :param names: those to read, and what to call them; None = all, as they are.
+    :raises WeightsError: as ``stored_tensors``; a file that cannot be read or changed meanwhile; a dtype that is not
+        floating point of 16, 32 or 64 bits.
+    """
+    stored = stored_tensors(path)
+    for own in sorted(stored, key=lambda own: stored[own].start - stored[own].stop):
+        if names is None or own in names:
+            yield own if names is None else names[own], _read(own, stored[own])
+
+
+def _read(name: str, entry: Stored) -> Tensor:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise WeightsError(f"{name} is {entry.dtype}, not floating point (16, 32 or 64 bits)", where=entry.file)
+    tensor = torch.empty(entry.shape, dtype=dtype)
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     try:
-        return load_file(path, device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"cannot read the weights: {error}", where=path, do="Fetch the file again.") from None
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.start)
+            count = stream.readinto(content)
+    except OSError as error:
+        raise WeightsError(f"cannot read the weights: {error.strerror}", where=entry.file) from None
+    if count != len(content):
+        text = f"cannot read the weights: the file ends inside {name}"
+        raise WeightsError(text, where=entry.file, do="Fetch the file again.")
+    return tensor
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
-    try:
-        content = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read the shard index: {error!r}", where=folder / _INDEX) from None
-    index = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-        text = "cannot read the shard index: no weight_map of tensor names to files"
-        raise WeightsError(text, where=folder / _INDEX)
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(index.values())):
-        held = _read_file(folder / shard)
-        listed = {name for name, file in index.items() if file == shard}
-        if listed != set(held):
-            names = ", ".join(sorted(listed ^ set(held))[:5])
-            raise WeightsError("a shard and the index disagree", got=names, where=folder / shard)
-        tensors.update(held)
-    return tensors
-
-
-def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], *, where: object) -> None:
+def check_tensors(found: Iterable[tuple[str, Described]], expected: Mapping[str, Shape], *, where: object) -> None:
     """Demand exactly the expected floating-point tensors.
 
+    :param found: canonical names, of which the tied embedding's may come twice.
     :raises WeightsError: naming what is missing, unexpected, mis-shaped, or not floating point.
     """
+    entries = sorted(found, key=lambda entry: entry[0])
+    names = {name for name, _ in entries}
     problems = []
-    if absent := expected.keys() - tensors.keys():
+    if absent := expected.keys() - names:
         problems.append(f"missing: {_names(absent)}")
-    if extra := tensors.keys() - expected.keys():
+    if extra := names - expected.keys():
         problems.append(f"unexpected: {_names(extra)}")
-    common = sorted(expected.keys() & tensors.keys())
-    for name in common:
-        if tuple(tensors[name].shape) != expected[name]:
-            problems.append(f"{name} has shape {list(tensors[name].shape)}, wanted {list(expected[name])}")
-    problems += [f"{n} is {tensors[n].dtype}, not floating point" for n in common if not tensors[n].is_floating_point()]
+    common = [(name, entry) for name, entry in entries if name in expected]
+    for name, entry in common:
+        if tuple(entry.shape) != expected[name]:
+            problems.append(f"{name} has shape {list(entry.shape)}, wanted {list(expected[name])}")
+    for name, entry in common:
+        if str(entry.dtype) not in _FLOATING:
+            problems.append(f"{name} is {entry.dtype}, not floating point (16, 32 or 64 bits)")
     if problems:
         raise WeightsError(
             "the checkpoint does not fit the model: " + "; ".join(problems[:12]),

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from phyai_engine.adapter import Adapter
 from phyai_engine.config import (
@@ -24,6 +22,7 @@ from phyai_engine.config import (
 )
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.rtc import gain_table, prefix_weights
+from phyai_engine.transforms.image import planes
 from phyai_engine.types import BufferSpec, Committed, ModelSpec, Observation, Refusal, Request
 
 ROBOT = RobotConfig(
@@ -161,6 +160,45 @@ def test_prompt(form: Any, wanted: str) -> None:
     assert (inputs["tokens"][~inputs["token_mask"]] == 0).all()
 
 
+def test_the_padded_state_is_written_as_wide_as_the_model() -> None:
+    prompt = PromptConfig(form="state_bins", max_tokens=60, padded_state=True)
+    model = ModelConfig(family="test", normalisation=Normalisation(kind="limits"), prompt=prompt)
+    inputs = Adapter(ROBOT, model, SPEC).encode(ask()).inputs
+    valid = inputs["tokens"][inputs["token_mask"]]
+    assert bytes(int(i) - 3 for i in valid[1:]).decode() == "Task: push, State: 192 128 192 128 128;\nAction: "
+
+
+def test_a_padded_state_must_hold_the_robots() -> None:
+    robot = msgspec.structs.replace(ROBOT, state=(*ROBOT.state, StateEntry(name="j3")))
+    spec = replace(SPEC, inputs={"tokens": SPEC.inputs["tokens"]}, action_dim=3)
+    model = ModelConfig(family="test", prompt=PromptConfig(padded_state=True))
+    with pytest.raises(ConfigError, match=r"padded state of model test is shorter .*two_joints, got 3, wanted >= 4"):
+        Adapter(robot, model, spec)
+
+
+def test_without_a_state_input_the_plain_prompt_does_not_tell_the_state() -> None:
+    # openpi's pi05_libero
+    spec = replace(SPEC, inputs={name: SPEC.inputs[name] for name in ("tokens", "token_mask")})
+    adapter = Adapter(ROBOT, MODEL, spec)
+    first, second = (adapter.encode(ask(state=np.array(v))).inputs for v in ([0.0] * 3, [1.0] * 3))
+    assert set(first) == {"tokens", "token_mask"}
+    np.testing.assert_array_equal(first["tokens"], second["tokens"])
+
+
+def test_resampler_and_turn_are_those_of_the_files() -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (9, 16, 3), dtype=np.uint8)
+    turned = msgspec.structs.replace(
+        ROBOT, cameras=(ROBOT.cameras[0], msgspec.structs.replace(ROBOT.cameras[1], rotation_deg=180))
+    )
+    seen = ask(images={"front": picture, "wrist": picture})
+    for resize in ("pillow", "float"):
+        model = ModelConfig(family="test", resize=resize)  # type: ignore[arg-type]
+        front, wrist, _ = Adapter(turned, model, SPEC).encode(seen).inputs["images"]
+        np.testing.assert_array_equal(wrist, planes(picture, 8, resize=resize))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(front, planes(picture[::-1, ::-1], 8, resize=resize))  # type: ignore[arg-type]
+    assert (planes(picture, 8) != planes(picture, 8, resize="float")).any()
+
+
 # --- actions ---
 
 
@@ -172,40 +210,6 @@ def test_decode_gives_robot_units_and_drops_padding() -> None:
     assert decoded.shape == (6, 3)
     assert decoded.dtype == np.float64
     np.testing.assert_allclose(decoded[:2], [[1.0, 0.0, 0.5], [3.0, -2.0, 0.25]])
-
-
-NORMALISATIONS = (
-    Normalisation(),
-    Normalisation(kind="limits"),
-    Normalisation(
-        kind="mean_std",
-        actions={"mean": (0.1, 0.0, 40.0), "std": (0.5, 2.0, 30.0)},
-        state={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)},
-    ),
-    Normalisation(
-        kind="quantile",
-        actions={"q01": (-1.0, -2.0, 0.0), "q99": (1.0, 2.0, 90.0)},
-        state={"q01": (0.0, 0.0, 0.0), "q99": (1.0, 1.0, 1.0)},
-    ),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    normalisation=st.sampled_from(NORMALISATIONS),
-    values=st.lists(st.tuples(st.floats(-1, 3), st.floats(-2, 2), st.floats(0, 1)), min_size=1, max_size=6),
-)
-def test_encode_actions_is_the_inverse_of_decode(
-    normalisation: Normalisation, values: list[tuple[float, float, float]]
-) -> None:
-    adapter = Adapter(ROBOT, ModelConfig(family="test", normalisation=normalisation), SPEC)
-    actions = np.array(values)
-    encoded, known = adapter.encode_actions(actions, observe().state)
-    assert encoded.shape == (len(values), 5)
-    assert encoded.dtype == np.float32
-    assert known.tolist() == [True, True, True, False, False]
-    assert (encoded[:, 3:] == 0).all()
-    np.testing.assert_allclose(adapter.decode(encoded, ask()), actions, atol=2e-6)
 
 
 def test_a_constant_action_is_not_a_target() -> None:
@@ -278,6 +282,7 @@ U8 = np.zeros((4, 4, 3), dtype=np.uint8)
         ({"state": np.zeros(2)}, Refusal.MALFORMED, r"state: wrong shape.*\[n, 3\] for gripper, j1, j2"),
         ({"state": np.array([0.0, np.nan, 0.0])}, Refusal.NOT_FINITE, "state: j1 is not finite, got nan"),
         ({"state": np.array([0.0, 0.0, -np.inf])}, Refusal.NOT_FINITE, "state: j2 is not finite, got -inf"),
+        ({"instruction": "push \udc80"}, Refusal.MALFORMED, r"instruction is no text, got 'push \\udc80'"),
         ({"committed": Committed(TAIL[:, :2], 1, 3)}, Refusal.MALFORMED, "committed actions: wrong shape"),
         (
             {"committed": Committed(TAIL * np.nan, 1, 3)},
@@ -326,6 +331,20 @@ def test_unusable_requests_are_refused_by_name(changes: dict[str, Any], code: Re
 def test_a_robot_and_a_model_that_do_not_fit(spec: dict[str, Any], model: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Adapter(ROBOT, ModelConfig(family="test", **model), replace(SPEC, **spec))
+
+
+@pytest.mark.parametrize(("width", "fits"), [(5, True), (3, True), (4, False), (32, False)])
+def test_statistics_may_be_those_of_the_models_padded_vectors(width: int, fits: bool) -> None:
+    statistics = {"mean": (0.5,) * width, "std": (2.0,) * width}
+    for part in ("state", "actions"):
+        other = "actions" if part == "state" else "state"
+        normalisation = Normalisation(kind="mean_std", **{part: statistics, f"{other}_kind": "identity"})  # type: ignore[arg-type]
+        model = ModelConfig(family="test", normalisation=normalisation)
+        if fits:
+            Adapter(ROBOT, model, SPEC).encode(ask())
+        else:
+            with pytest.raises(ConfigError, match=rf"{part}.mean does not fit .* got {width} values, wanted 3, .* 5,"):
+                Adapter(ROBOT, model, SPEC)
 
 
 @pytest.mark.parametrize("changes", [{"vocabulary": 259}, {"vocabulary": 0}, {"vocabulary": 5, "inputs": {}}])

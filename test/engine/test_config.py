@@ -9,8 +9,9 @@ import pytest
 
 from phyai_engine.config import (
     CommandOutput,
+    ModelConfig,
+    RelativeActions,
     RobotConfig,
-    check_robot,
     config_dir,
     convert,
     load_model,
@@ -18,6 +19,7 @@ from phyai_engine.config import (
     read_yaml,
 )
 from phyai_engine.errors import ConfigError
+from phyai_engine.robot_check import check_robot
 
 NAN, INF = float("nan"), float("inf")
 JOINT = {"name": "j", "state": "j", "lower": -1.0, "upper": 1.0, "acceleration_max": 1.0}
@@ -194,3 +196,41 @@ def test_a_command_interface_carries_what_the_actions_mean(kind: str, command: C
     # velocities sent as the positions of a trajectory would drive the arm to them
     with pytest.raises(ConfigError, match=words):
         check_robot(robot(action_type=kind, command=command), where="r.yaml")
+
+
+CAMERA = {"name": "c", "topic": "c", "role": "c"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cameras": [{**CAMERA, "rotation_deg": 90}]}, r"Invalid enum value 90 - at `\$.cameras\[0\].rotation_deg`"),
+        ({"state": [{"name": "j", "units": "aloha"}]}, r"Invalid enum value 'aloha' - at `\$.state\[0\].units`"),
+    ],
+)
+def test_values_of_a_robot_file_that_do_not_exist(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        robot(**changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"normalisation": {"kind": "minmax"}}, r"Invalid enum value 'minmax' - at `\$.normalisation.kind`, at m.yaml"),
+        ({"normalisation": {"rule": "other"}}, r"'other' - at `\$.normalisation.rule`"),
+        ({"normalisation": {"eps": -1.0}}, r"`float` >= 0.0 - at `\$.normalisation.eps`"),
+        ({"prompt": {"form": "state"}}, r"'state' - at `\$.prompt.form`"),
+        ({"resize": "bilinear"}, r"'bilinear' - at `\$.resize`"),
+        ({"relative_actions": {"excluded": []}}, r"unknown key 'excluded', at m.yaml: \$.relative_.*mean 'exclude'"),
+        ({"relative_actions": {"exclude": [""]}}, r"length >= 1 - at `\$.relative_actions.exclude\[0\]`"),
+    ],
+)
+def test_values_of_a_model_file_that_do_not_exist(content: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        convert({"family": "pi0", **content}, ModelConfig, where="m.yaml")
+
+
+def test_relative_actions_leave_grippers_out_unless_told() -> None:
+    assert convert({"family": "pi0"}, ModelConfig, where="m").relative_actions is None
+    model = convert({"family": "pi0", "relative_actions": {}}, ModelConfig, where="m")
+    assert model.relative_actions == RelativeActions(exclude=("gripper",))

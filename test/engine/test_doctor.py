@@ -119,6 +119,28 @@ def test_torch_without_a_version_and_a_driver_that_raises_are_faults() -> None:
     assert "insufficient" in accelerator.value
 
 
+def test_every_kernel_is_named_with_its_reason() -> None:
+    rows = doctor.check_kernels(Machine())
+    assert [row.topic for row in rows][:2] == ["kernel rms_norm", "kernel ada_rms_norm"]
+    assert len(rows) == 7 and all(row.ok for row in rows)
+    assert all(", " in row.value and row.value.split(", ")[0] in ("triton", "reference") for row in rows)
+
+
+def test_an_accelerator_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "reference, triton: cannot be imported: ModuleNotFoundError: No module named 'triton'"
+    monkeypatch.setattr("phyai_engine.layers.ops.load_ops", lambda *_, **__: SimpleNamespace(reasons={"linear": why}))
+    assert doctor.check_kernels(Machine()) == [Row("kernel linear", why, True, "pip install '.[gpu]' in the checkout")]
+
+
+def test_without_a_torch_that_loads_there_are_no_kernels() -> None:
+    assert doctor.check_kernels(machine()) == []
+
+    def fails() -> Any:
+        raise OSError("libcudart.so.13: cannot open")
+
+    assert doctor.check_kernels(machine(modules="torch")._replace(import_torch=fails)) == []
+
+
 def test_caches_are_measured_and_an_unreadable_folder_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

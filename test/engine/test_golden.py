@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,8 @@ from torch import Tensor
 
 from phyai_engine.errors import ConfigError, PhyaiError
 from phyai_engine.golden import MODES, GoldenReport, golden_command, run_golden
-from phyai_engine.models.pi import PiModel, PiOptions
-from phyai_engine.runner import Runner
-from phyai_engine.types import Row
-from phyai_engine.weights.pi import checkpoint_name
+from phyai_engine.models.pi import PiModel, PiOptions, time_embedding
+from phyai_engine.weights.pi import random_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPERT = "paligemma_with_expert.gemma_expert.model."
@@ -45,8 +46,20 @@ def test_the_recorded_sets_pass_in_every_mode(name: str) -> None:
     assert 0.0 < worst["prefix_embeddings"] < 6e-6
 
 
+def _load_plain() -> ModuleType:
+    """The module plain_pi.py, by path: test folders are not packages."""
+    spec = importlib.util.spec_from_file_location("phyai_test_plain_pi", Path(__file__).with_name("plain_pi.py"))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plain = _load_plain()
+
+
 def own_set(folder: Path, **changes: Any) -> Path:
-    """A golden folder made by our own model, at other sizes than the recorded ones."""
+    """A golden folder recorded from the plain forward pass in fp64, at other sizes than the shipped ones."""
     options = PiOptions(
         **{
             "variant": "pi05", "vocab": 50, "vis_width": 12, "vis_depth": 1, "vis_mlp": 16, "vis_heads": 3,
@@ -55,7 +68,8 @@ def own_set(folder: Path, **changes: Any) -> Path:
             "image_size": 20, "patch": 5, "cameras": ("front", "left"), **changes,
         }
     )  # fmt: skip
-    model = PiModel.random(options, seed=8)
+    times = options.spec().times
+    tensors = random_tensors(PiModel.expected(options), 8, times, time_embedding(times, options))
     generator = np.random.default_rng(1)
     batch, size = 3, options.image_size
     chunk = (batch, options.action_horizon, options.action_dim)
@@ -68,44 +82,34 @@ def own_set(folder: Path, **changes: Any) -> Path:
     for camera in options.cameras:
         arrays[f"image_{camera}"] = generator.uniform(-1, 1, (batch, 3, size, size)).astype(np.float32)
         arrays[f"mask_{camera}"] = np.array([True, camera != "left", True])
-    samples = {
-        **arrays,
-        "images": np.stack([arrays[f"image_{c}"] for c in options.cameras], 1),
-        "image_mask": np.stack([arrays[f"mask_{c}"] for c in options.cameras], 1),
-    }
-    zero = np.zeros(chunk[1:], np.float32)
-    rows = [
-        Row(
-            {n: samples[n][i] for n in model.spec.inputs},
-            zero,
-            zero,
-            np.zeros(options.num_steps, np.float32),
-            i,
-        )
-        for i in range(batch)
-    ]
-    xs: list[Any] = []
-    vs: list[Any] = []
-    runner = Runner(model, (batch,), lambda k, x, v: (xs.append(x), vs.append(v)), lambda i, *_: arrays["noise"][i])  # type: ignore[arg-type, func-returns-value]
-    arrays["actions"] = np.stack([r.actions for r in runner.run(rows) if r.actions is not None])
-    arrays["x_steps"], arrays["v_steps"] = np.stack(xs), np.stack(vs)
-    inputs = {n: model.to_device(samples[n]) for n in model.spec.inputs}
-    tokens, mask = model.embed(inputs)
-    arrays["prefix_embeddings"], arrays["prefix_mask"] = tokens.numpy(), mask.numpy()
-    for i, (key, value) in enumerate(model.prefix(inputs).cache):
-        arrays[f"prefix_k_layer{i}"], arrays[f"prefix_v_layer{i}"] = key.numpy(), value.numpy()
+    arrays |= recorded(plain.PlainPi(options, tensors), arrays)
     garbage = ~arrays["prefix_mask"]
     arrays["prefix_embeddings"][garbage] = np.nan  # masked positions mean nothing and are not compared
     folder.mkdir()
     np.savez(folder / "io.npz", **arrays)
-    save_file(
-        {checkpoint_name(n): t.contiguous() for n, t in model.state_dict().items()},
-        folder / "model.safetensors",
-    )
+    save_file(tensors, folder / "model.safetensors")
     kept = ("vocab", "vis_width", "vis_mlp", "vis_depth", "vis_heads", "width", "depth", "mlp", "heads")
     dims = {n: getattr(options, n) for n in (*kept, "head_dim", "exp_width", "exp_mlp")}
     (folder / "config.json").write_text(json.dumps({"model": options.variant, "dims": dims, "batch": batch}))
     return folder
+
+
+def recorded(model: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """What a folder holds besides its inputs."""
+    options = model.o
+    inputs = {name: torch.from_numpy(arrays[name]) for name in ("tokens", "token_mask", "state")}
+    for name, kind in (("images", "image"), ("image_mask", "mask")):
+        inputs[name] = torch.from_numpy(np.stack([arrays[f"{kind}_{c}"] for c in options.cameras], axis=1))
+    prefix = model.prefix(inputs)
+    x, xs, vs = torch.from_numpy(arrays["noise"]).double(), [], []
+    for time in options.spec().times:
+        xs.append(x)
+        vs.append(model.velocity(prefix, x, time))
+        x = x - vs[-1] / options.num_steps
+    made = {"actions": x, "x_steps": torch.stack(xs), "v_steps": torch.stack(vs), "prefix_embeddings": prefix.tokens}
+    for i in range(options.depth):
+        made |= {f"prefix_k_layer{i}": prefix.keys[i], f"prefix_v_layer{i}": prefix.values[i]}
+    return {"prefix_mask": prefix.mask.numpy(), **{name: tensor.float().numpy() for name, tensor in made.items()}}
 
 
 @pytest.mark.parametrize("variant", ["pi0", "pi05"])
@@ -178,7 +182,7 @@ def test_a_fault_of_one_step_is_named_with_it(tmp_path: Path, capsys: pytest.Cap
     rewrite(folder, lambda arrays: arrays["v_steps"][2, 1].__iadd__(3e-5))
     assert golden_command(str(folder), first_bad=True) == 1
     text = capsys.readouterr().out
-    assert "first bad: v_steps[2], mode recorded: max abs 3.0" in text
+    assert "first bad: v_steps[2], mode recorded: max abs 3." in text
     assert "prefix_embeddings" not in text
 
 

@@ -97,21 +97,27 @@ def test_one_bad_request_does_not_lose_the_others() -> None:
     assert answers[1].code is Refusal.NOT_FINITE
 
 
-@pytest.mark.parametrize("family", ["fake", "pi05"])
-def test_a_defect_in_one_row_does_not_lose_the_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = fake() if family == "fake" else load_policy(ROBOT, tiny())
-    if family == "fake":  # reads no instruction: let it fail on the way back
-        decode = policy.adapter.decode
+@pytest.mark.parametrize("side", ["encode", "decode"])
+def test_a_defect_in_one_row_does_not_lose_the_others(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = fake()
+    encode, decode = policy.adapter.encode, policy.adapter.decode
+    if side == "encode":
+        monkeypatch.setattr(policy.adapter, "encode", lambda r, c=None: encode(r, c) if r.chunk_id != 2 else 1 / 0)
+    else:
         monkeypatch.setattr(policy.adapter, "decode", lambda x, r: decode(x, r) if r.chunk_id != 2 else 1 / 0)
-    requests = [ask(chunk_id=1), ask(chunk_id=2, instruction="\ud800"), ask(chunk_id=3)]
-    answers = policy.infer(requests)
+    answers = policy.infer([ask(chunk_id=1), ask(chunk_id=2), ask(chunk_id=3)])
     assert [chunk_of(answers[i]).chunk_id for i in (0, 2)] == [1, 3]
     bad = answers[1]
     assert type(bad) is EngineError
-    wanted = {"fake": ("ZeroDivisionError", ZeroDivisionError), "pi05": ("UnicodeEncodeError", UnicodeEncodeError)}
-    name, kind = wanted[family]
-    assert f"the adapter raised {name}" in str(bad)
-    assert isinstance(bad.__cause__, kind)
+    assert "ZeroDivisionError" in str(bad)
+    assert isinstance(bad.__cause__, ZeroDivisionError)
+
+
+def test_an_instruction_that_is_no_text_is_refused_alone() -> None:
+    answers = load_policy(ROBOT, tiny()).infer([ask(chunk_id=1), ask(chunk_id=2, instruction="\ud800")])
+    assert chunk_of(answers[0]).chunk_id == 1
+    assert isinstance(answers[1], RefusalError)
+    assert answers[1].code is Refusal.MALFORMED
 
 
 def test_a_cancelled_row_is_never_a_chunk() -> None:

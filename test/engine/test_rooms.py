@@ -46,6 +46,8 @@ TORCH_FREE = (
         "sim",
     ),
     *("serve", "models.fake", "runner", "policy", "solvers", "doctor", "cli"),
+    *("models.pi_options", "inspection", "bench", "robot_check"),
+    *(f"weights.{name}" for name in ("header", "pi_names", "recipe", "openpi", "lerobot", "checkpoint")),
 )
 UNWANTED_WORDS = {"manager", "helper", "helpers", "utils", "util", "pipeline", "handler", "data", "info"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,8 @@ class ToyModel:
     def to_host(self, array: Any) -> np.ndarray:
         return np.asarray(array)
 
-    def prefix(self, inputs: Mapping[str, Any]) -> Any:
+    def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None) -> Any:
+        on_phase("prefix")
         self.batches.append(len(inputs["goal"]))
         return inputs["goal"][:, None, :] * inputs["scale"][:, None, None]
 
@@ -157,6 +158,13 @@ def test_rows_cancelled_beforehand_run_nothing() -> None:
     assert result.cancelled
     assert np.isnan(result.denoise_ms)
     assert model.batches == []
+
+
+def test_every_phase_is_announced_as_it_begins() -> None:
+    phases: list[str] = []
+    Runner(ToyModel(), on_phase=phases.append).run([toy_row(1)])
+    steps = [f"step {i}" for i in range(len(ToyModel().spec.times))]
+    assert phases == ["copy_in", "prefix", *steps, "copy_out", "end"]
 
 
 def test_durations_are_measured() -> None:

@@ -1,28 +1,35 @@
-"""Gemma layers: a bidirectional prefix stack that yields K/V, and an expert stack that reads them.
+"""Gemma layers over one slab of K/V: a bidirectional prefix stack fills it, an expert stack reads and extends it.
 
-Both stacks have the same number of layers, heads, K/V heads and head_dim; layer i of the expert attends to
-the prefix K/V of layer i and to its own. Widths may differ.
+Both stacks have the same number of layers, heads, K/V heads and head_dim; layer i of the expert attends to the prefix
+K/V of layer i and to its own, which stand behind them in the same slab. Widths may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from phyai_kernels.reference import ada_rms_norm, attend, rms_norm, rotate
 from torch import Tensor, nn
-from torch.nn import functional
 
-from phyai_engine.layers.attention import split_heads
+from phyai_engine.layers.ops import Ops
+from phyai_engine.layers.rotary import Rotary
 
-Rotary = tuple[Tensor, Tensor]
+Norm = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(index, residual stream, sub-layer output to add or None) -> (new stream, its normed form).
+
+Index 2i is layer i's norm before attention, 2i+1 before the MLP, 2*depth the final one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmaOptions:
-    """Dimensions of one stack. ``adaptive``: norms take scale, shift and gate from a condition (adaRMS)."""
+    """Dimensions of one stack.
+
+    :param norms: the stack holds the weights of its norms; else they are modulated (adaRMS) and the caller has them.
+    :param keys_values_only: the stack ends at the K/V of its last layer; it has no weights beyond.
+    """
 
     width: int
     depth: int
@@ -30,143 +37,100 @@ class GemmaOptions:
     heads: int
     kv_heads: int
     head_dim: int
-    adaptive: bool = False
+    norms: bool = True
+    keys_values_only: bool = False
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of a merged QKV projection before the first K row."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of a merged QKV projection: query heads, K heads, V heads."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-class RmsNorm(nn.Module):
-    """RMSNorm with a stored weight. The gate is None: nothing modulates the sub-layer's output."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """The tokens of one pass: where their K/V go in the slab, what they see, where they stand.
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
+    :param keys, values: [depth, B, kv_heads, C, head_dim], written in place.
+    :param start: [B] int64, the column of each row's first token; the others follow it.
+    :param lengths: [B] int64, >= 1: columns that row b sees, its own tokens included.
+    :param rotary: cos and sin of the tokens' positions, [B, S, head_dim/2] fp32 each.
+    """
 
-    def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return rms_norm(x, self.weight), None
-
-
-class AdaRmsNorm(nn.Module):
-    """RMSNorm modulated by a condition; ``dense`` yields [scale | shift | gate] in this order."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, 3 * width)
-
-    def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        scale, shift, gate = self.dense(condition).unsqueeze(1).chunk(3, dim=-1)
-        return ada_rms_norm(x, scale, shift), gate.to(x.dtype)
-
-
-def _add(x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
-    """Residual add of a sub-layer's output, through its gate where there is one."""
-    return x + out if gate is None else x + gate * out
-
-
-class _Attention(nn.Module):
-    def __init__(self, options: GemmaOptions) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = options.heads, options.kv_heads
-        self.q_proj = nn.Linear(options.width, options.heads * options.head_dim, bias=False)
-        self.k_proj = nn.Linear(options.width, options.kv_heads * options.head_dim, bias=False)
-        self.v_proj = nn.Linear(options.width, options.kv_heads * options.head_dim, bias=False)
-        self.o_proj = nn.Linear(options.heads * options.head_dim, options.width, bias=False)
-
-    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Rotated K and V, [B, kv_heads, S, head_dim] each."""
-        key = rotate(split_heads(self.k_proj(x), self.kv_heads), rotary)
-        return key, split_heads(self.v_proj(x), self.kv_heads)
-
-    def forward(self, x: Tensor, key: Tensor, value: Tensor, mask: Tensor, rotary: Rotary) -> Tensor:
-        query = rotate(split_heads(self.q_proj(x), self.heads), rotary)
-        out: Tensor = self.o_proj(attend(query, key, value, mask))
-        return out
-
-
-class _Mlp(nn.Module):
-    def __init__(self, options: GemmaOptions) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(options.width, options.mlp, bias=False)
-        self.up_proj = nn.Linear(options.width, options.mlp, bias=False)
-        self.down_proj = nn.Linear(options.mlp, options.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = functional.gelu(self.gate_proj(x), approximate="tanh")
-        out: Tensor = self.down_proj(gate * self.up_proj(x))
-        return out
+    keys: Tensor
+    values: Tensor
+    start: Tensor
+    lengths: Tensor
+    rotary: Rotary
 
 
 class _Layer(nn.Module):
-    def __init__(self, options: GemmaOptions) -> None:
+    """Parameters of one layer; gate and up, as Q, K and V, stand one below the other."""
+
+    def __init__(self, options: GemmaOptions, dtype: torch.dtype, *, keys_values_only: bool) -> None:
         super().__init__()
-        norm = AdaRmsNorm if options.adaptive else RmsNorm
-        self.input_layernorm = norm(options.width)
-        self.self_attn = _Attention(options)
-        self.post_attention_layernorm = norm(options.width)
-        self.mlp = _Mlp(options)
-
-    def feed(self, x: Tensor, attended: Tensor, gate: Tensor | None, condition: Tensor | None) -> Tensor:
-        """The rest of the layer after attention. :param gate: of the attention output."""
-        x = _add(x, attended, gate)
-        normed, mlp_gate = self.post_attention_layernorm(x, condition)
-        return _add(x, self.mlp(normed), mlp_gate)
+        rows = options.qkv_rows - (options.query_rows if keys_values_only else 0)
+        self.qkv = nn.Linear(options.width, rows, bias=False, dtype=dtype)
+        if keys_values_only:
+            return
+        self.o = nn.Linear(options.query_rows, options.width, bias=False, dtype=dtype)
+        self.gate_up = nn.Linear(options.width, 2 * options.mlp, bias=False, dtype=dtype)
+        self.down = nn.Linear(options.mlp, options.width, bias=False, dtype=dtype)
 
 
-class _Stack(nn.Module):
-    def __init__(self, options: GemmaOptions) -> None:
+class GemmaStack(nn.Module):
+    """One stack. :param dtype: of its matrices and activations; norm weights are fp32."""
+
+    norms: nn.Parameter | None
+
+    def __init__(self, options: GemmaOptions, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(options) for _ in range(options.depth))
+        self.options = options
+        only, last = options.keys_values_only, options.depth - 1
+        self.layers = nn.ModuleList(
+            _Layer(options, dtype, keys_values_only=only and i == last) for i in range(options.depth)
+        )
+        rows = 2 * options.depth + (-1 if only else 1)
+        self.norms = nn.Parameter(torch.empty(rows, options.width)) if options.norms else None
 
-    def typed_layers(self) -> Sequence[_Layer]:
-        """The layers with their type, which ModuleList does not keep."""
-        return cast("Sequence[_Layer]", self.layers)
+    def plain_norm(self, ops: Ops) -> Norm:
+        """RMSNorm with the stack's own weights."""
+        weights = cast("Tensor", self.norms)
+        return lambda index, x, out: ops.rms_norm(x, weights[index], out)
 
+    def forward(self, x: Tensor, span: Span, norm: Norm, ops: Ops) -> Tensor:
+        """Final-normed hidden states. :param x: [B, S, width]. :return: the same shape."""
+        out: Tensor | None = None
+        for i in range(self.options.depth):
+            x, out = self._layer(i, x, out, span, norm, ops)
+        return norm(2 * self.options.depth, x, out)[1]
 
-class GemmaPrefix(_Stack):
-    """The stack that reads the vision-language tokens."""
+    def fill(self, x: Tensor, span: Span, norm: Norm, ops: Ops) -> None:
+        """Only write the K/V of every layer: nothing past those of the last layer is computed.
 
-    def forward(self, x: Tensor, mask: Tensor, rotary: Rotary) -> tuple[tuple[Tensor, Tensor], ...]:
-        """K (after rotation) and V of every layer.
-
-        The last layer stops at its K/V, and there is no final norm: nothing downstream reads further.
-
-        :param x: [B, L, width]. :param mask: [B, L, L] bool.
-        :return: depth pairs of [B, kv_heads, L, head_dim].
+        :param x: [B, S, width].
         """
-        cache = []
-        for i, layer in enumerate(self.typed_layers()):
-            normed, gate = layer.input_layernorm(x, None)
-            key, value = layer.self_attn.keys_values(normed, rotary)
-            cache.append((key, value))
-            if i + 1 < len(self.layers):
-                x = layer.feed(x, layer.self_attn(normed, key, value, mask, rotary), gate, None)
-        return tuple(cache)
+        last, out = self.options.depth - 1, None
+        for i in range(last):
+            x, out = self._layer(i, x, out, span, norm, ops)
+        _, normed = norm(2 * last, x, out)
+        rows = 2 * self.options.kv_heads * self.options.head_dim
+        qkv = ops.linear(normed, self._at(last).qkv.weight[-rows:])
+        ops.split_rotate(qkv, span.rotary, span.keys[last], span.values[last], span.start, 0)
 
+    def _at(self, index: int) -> _Layer:
+        return cast("Sequence[_Layer]", self.layers)[index]
 
-class GemmaExpert(_Stack):
-    """The stack that denoises the action tokens against cached prefix K/V."""
-
-    def __init__(self, options: GemmaOptions) -> None:
-        super().__init__(options)
-        self.norm = AdaRmsNorm(options.width) if options.adaptive else RmsNorm(options.width)
-
-    def forward(
-        self,
-        x: Tensor,
-        cache: Sequence[tuple[Tensor, Tensor]],
-        mask: Tensor,
-        rotary: Rotary,
-        condition: Tensor | None,
-    ) -> Tensor:
-        """Final-normed hidden states.
-
-        :param x: [B, S, width]. :param cache: the prefix K/V per layer, L tokens.
-        :param mask: [B, S, L+S] bool. :param condition: [1 or B, width] fp32 of an adaptive stack.
-        :return: [B, S, width]
-        """
-        for layer, (prefix_key, prefix_value) in zip(self.typed_layers(), cache, strict=True):
-            normed, gate = layer.input_layernorm(x, condition)
-            key, value = layer.self_attn.keys_values(normed, rotary)
-            key = torch.cat((prefix_key, key), dim=2)
-            value = torch.cat((prefix_value, value), dim=2)
-            x = layer.feed(x, layer.self_attn(normed, key, value, mask, rotary), gate, condition)
-        out: Tensor = self.norm(x, condition)[0]
-        return out
+    def _layer(self, i: int, x: Tensor, out: Tensor | None, span: Span, norm: Norm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """The residual stream before the MLP's output, and that output: the next norm adds them."""
+        layer, keys, values = self._at(i), span.keys[i], span.values[i]
+        x, normed = norm(2 * i, x, out)
+        qkv = ops.linear(normed, layer.qkv.weight)
+        query = ops.split_rotate(qkv, span.rotary, keys, values, span.start, self.options.heads)
+        attended = ops.attend(query, keys, values, span.lengths)
+        x, normed = norm(2 * i + 1, x, ops.linear(attended, layer.o.weight))
+        return x, ops.linear(ops.gelu_mul(ops.linear(normed, layer.gate_up.weight)), layer.down.weight)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from phyai_kernels.reference import attend, layer_norm
 from torch import Tensor, nn
 from torch.nn import functional
 
-from phyai_engine.layers.attention import split_heads
+from phyai_engine.layers.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,83 +25,61 @@ class SiglipOptions:
     patch: int
 
     @property
-    def tokens(self) -> int:
-        """Tokens per image; a border narrower than a patch is not seen (convolution without padding)."""
-        return (self.image_size // self.patch) ** 2
-
-
-class _Affine(nn.Module):
-    """Weight and bias of a LayerNorm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = layer_norm(x, self.weight, self.bias)
-        return normed
-
-
-class _Attention(nn.Module):
-    def __init__(self, options: SiglipOptions) -> None:
-        super().__init__()
-        self.heads = options.heads
-        self.q_proj = nn.Linear(options.width, options.width)
-        self.k_proj = nn.Linear(options.width, options.width)
-        self.v_proj = nn.Linear(options.width, options.width)
-        self.out_proj = nn.Linear(options.width, options.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (split_heads(f(x), self.heads) for f in (self.q_proj, self.k_proj, self.v_proj))
-        mixed: Tensor = self.out_proj(attend(query, key, value, None))
-        return mixed
-
-
-class _Mlp(nn.Module):
-    def __init__(self, options: SiglipOptions) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(options.width, options.mlp)
-        self.fc2 = nn.Linear(options.mlp, options.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
-        return out
+    def grid(self) -> int:
+        """Patches along one side; a border narrower than a patch is not seen."""
+        return self.image_size // self.patch
 
 
 class _Layer(nn.Module):
-    def __init__(self, options: SiglipOptions) -> None:
-        super().__init__()
-        self.layer_norm1 = _Affine(options.width)
-        self.self_attn = _Attention(options)
-        self.layer_norm2 = _Affine(options.width)
-        self.mlp = _Mlp(options)
+    """Parameters of one block. ``qkv`` holds the three projections one below the other."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        out: Tensor = x + self.mlp(self.layer_norm2(x))
-        return out
+    def __init__(self, options: SiglipOptions, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = options.width
+        self.layer_norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, dtype=dtype)
+        self.out = nn.Linear(width, width, dtype=dtype)
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, options.mlp, dtype=dtype)
+        self.fc2 = nn.Linear(options.mlp, width, dtype=dtype)
 
 
 class Siglip(nn.Module):
-    """The tower. Patch embedding and position table compute in fp32, the layers in the activation dtype."""
+    """The tower. Patches and positions compute in fp32, the layers in ``dtype``."""
 
-    def __init__(self, options: SiglipOptions) -> None:
+    def __init__(self, options: SiglipOptions, dtype: torch.dtype) -> None:
         super().__init__()
-        self.patch_embedding = nn.Conv2d(3, options.width, options.patch, stride=options.patch)
-        self.position_embedding = nn.Embedding(options.tokens, options.width)
-        self.layers = nn.ModuleList(_Layer(options) for _ in range(options.depth))
-        self.post_layernorm = _Affine(options.width)
+        self.options = options
+        self.dtype = dtype
+        self.patch = nn.Linear(3 * options.patch**2, options.width)
+        self.position = nn.Parameter(torch.empty(options.grid**2, options.width))
+        self.layers = nn.ModuleList(_Layer(options, dtype) for _ in range(options.depth))
+        self.post_layernorm = nn.LayerNorm(options.width)
 
-    def forward(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, images: Tensor, ops: Ops) -> Tensor:
         """Tokens of a batch of images.
 
         :param images: [N, 3, image_size, image_size] fp32 RGB in [-1, 1].
         :return: [N, tokens, width] in ``dtype``, patches row-major.
         """
-        patches = self.patch_embedding(images).flatten(2).transpose(1, 2)
-        x = (patches + self.position_embedding.weight).to(dtype)
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.post_layernorm(x)
-        return out
+        embedded = ops.linear(self._patches(images), self.patch.weight, self.patch.bias)
+        x = (embedded + self.position).to(self.dtype)
+        for layer in cast("Sequence[_Layer]", self.layers):
+            normed = ops.layer_norm(x, layer.layer_norm1.weight, layer.layer_norm1.bias)
+            x = x + self._attention(layer, normed, ops)
+            normed = ops.layer_norm(x, layer.layer_norm2.weight, layer.layer_norm2.bias)
+            inner = functional.gelu(ops.linear(normed, layer.fc1.weight, layer.fc1.bias), approximate="tanh")
+            x = x + ops.linear(inner, layer.fc2.weight, layer.fc2.bias)
+        return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias)
+
+    def _patches(self, images: Tensor) -> Tensor:
+        """[N, tokens, 3 * patch**2], each patch flattened colour, row, column: the convolution as one matrix."""
+        grid, size = self.options.grid, self.options.patch
+        seen = images[..., : grid * size, : grid * size].reshape(-1, 3, grid, size, grid, size)
+        return seen.permute(0, 2, 4, 1, 3, 5).reshape(len(images), grid * grid, -1)
+
+    def _attention(self, layer: _Layer, normed: Tensor, ops: Ops) -> Tensor:
+        qkv = ops.linear(normed, layer.qkv.weight, layer.qkv.bias)
+        split = qkv.view(*qkv.shape[:2], 3, self.options.heads, -1)
+        query, keys, values = split.permute(2, 0, 3, 1, 4)
+        return ops.linear(ops.attend(query, keys, values), layer.out.weight, layer.out.bias)

