@@ -95,7 +95,8 @@ def _sum_columns(
     return peak, weight, summed
 
 
-@triton.jit
+# What varies between requests is not specialized: a new prompt length would compile for seconds in a moving robot.
+@triton.jit(do_not_specialize=["columns", "queries"])
 def _attend(
     query,
     keys,
@@ -157,7 +158,7 @@ def _attend(
         tl.store(mixed + place[:, None] * DIM + depth[None, :], result, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spans", "queries"])
 def _merge(
     partial,
     peaks,
@@ -267,7 +268,7 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
             group,
             kv_heads,
             **sizes,
-            BLOCK_S=block(spans, smallest=1, largest=WAVE),
+            BLOCK_S=block(spans, largest=WAVE),
             num_warps=4,
         )
     return out

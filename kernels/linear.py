@@ -48,7 +48,7 @@ def plan(inputs: int, outputs: int, *, itemsize: int, chip: int) -> Plan:
     return Plan(across, down, span, warps=4, stages=stages)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # see attend.py
 def _linear(
     x,
     weight,
@@ -88,7 +88,7 @@ def _linear(
     tl.store(out + at, summed.to(out.dtype.element_ty), mask=real[:, None] & held[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_spans(partial, bias, out, rows, outputs, SPANS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from phyai_kernels.tiles import block, check_launch, last_axis_is_dense
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "columns"])  # see attend.py
 def _split_rotate(
     qkv,
     cos,

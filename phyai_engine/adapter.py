@@ -54,7 +54,8 @@ class Adapter:
 
     :raises ConfigError: the two do not fit: unknown camera role, too few action or state dimensions,
         statistics of another length or without a finite range, an input nobody can make, a tokenizer that cannot be
-        read or has more tokens than the model knows, relative actions of a robot that takes rates or deltas.
+        read or has more tokens than the model knows, relative actions of a robot that takes rates or deltas, a state in
+        other units than the statistics.
     """
 
     def __init__(self, robot: RobotConfig, model: ModelConfig, spec: ModelSpec) -> None:
@@ -72,6 +73,7 @@ class Adapter:
         normalisation = model.normalisation
         self._actions = scaling(normalisation, "actions", self._action_limits(), robot.action_names, spec.action_dim)
         self._state = scaling(normalisation, "state", self._state_limits(), robot.state_names, width)
+        checks.check_units(robot, self._state_limits(), self._state.spread())
         self._prompt: Prompt | None = None
         if "tokens" in spec.inputs:
             self._prompt = Prompt(model.prompt, spec.inputs["tokens"].shape[0], spec.action_dim)

@@ -66,7 +66,7 @@ def inspect(name: str | Path, robot: RobotConfig | None = None) -> Inspection:
     except ConfigError as error:
         missing = missing or [str(error)]
     tensors, gaps = _tensors(checkpoint, model)
-    notes, misfits = list(checkpoint.recipe.notes), []
+    notes, misfits = list(checkpoint.recipe.open_notes(own)), []
     if robot is not None:
         misfits = _misfits(checkpoint, model, robot)
         fed = {camera.role for camera in robot.cameras}
@@ -127,6 +127,10 @@ def _misfits(checkpoint: Checkpoint, model: ModelConfig | None, robot: RobotConf
     ):
         if trained is not None and mine != trained and trained != checkpoint.options["action_dim"]:
             found.append(f"{what}: the robot file has {mine} entries, the policy was trained with {trained}.")
+    trained_names = _names(recipe.action_names, None, "action")
+    for what, mine_names in (("state", robot.state_names), ("actions", robot.action_names)):
+        if list(mine_names) != trained_names and sorted(mine_names) == sorted(trained_names):
+            found.append(f"{what}: another order than in training, which was {', '.join(trained_names)}.")
     if recipe.relative is not None and recipe.action_names and len(recipe.action_names) == len(robot.actions):
         for trained_name, name in zip(recipe.action_names, robot.action_names, strict=True):
             absolute = [any(token in n.lower() for token in recipe.relative.exclude) for n in (trained_name, name)]
@@ -176,17 +180,19 @@ def robot_yaml(checkpoint: Checkpoint) -> str:
     joints = "joint_position" if recipe.relative is not None else FILL_IN
     lines = [
         f"# For {_title(checkpoint)}. Fill in every FILL_IN; limits are the robot's own, in its own units.",
+        "# Where training had other units (lerobot's SO-101: degrees or -100..100, ROS: rad), every entry of state and",
+        "# actions needs `scale` and `offset`: training value = scale * robot value + offset.",
         f"robot_id: {FILL_IN.lower()}",
         f"action_type: {joints}   # joint_position, joint_velocity or cartesian_delta",
         f"dt_s: {FILL_IN}   # seconds per action, as in training",
         "state:",
-        *(f"  - {{name: {name}}}{_range(checkpoint, 'state', i)}" for i, name in enumerate(state)),
+        *(f"  - {{name: {_quoted(name)}}}{_range(checkpoint, 'state', i)}" for i, name in enumerate(state)),
         "actions:",
     ]
     for i, name in enumerate(actions):
-        drives = f", state: {name}" if name in state else ""
+        drives = f", state: {_quoted(name)}" if name in state else ""
         limits = f"lower: {FILL_IN}, upper: {FILL_IN}, velocity_max: {FILL_IN}, acceleration_max: {FILL_IN}"
-        lines.append(f"  - {{name: {name}{drives}, {limits}}}{_range(checkpoint, 'actions', i)}")
+        lines.append(f"  - {{name: {_quoted(name)}{drives}, {limits}}}{_range(checkpoint, 'actions', i)}")
     back = {new: old for old, new in recipe.renames.items()}
     lines.append("cameras:")
     for role in checkpoint.options["cameras"]:
@@ -200,6 +206,11 @@ def _names(stored: Sequence[str], count: int | None, kind: str) -> list[str]:
     if stored and count in (None, len(stored)):
         return [name.removesuffix(".pos") for name in stored]
     return [f"{kind}_{i + 1}" for i in range(count or 0)] or [FILL_IN]
+
+
+def _quoted(name: str) -> str:
+    """As YAML needs it: motors are often named 1, 2, ..."""
+    return yaml.safe_dump([name], default_flow_style=True, width=1000).strip()[1:-1]
 
 
 def _range(checkpoint: Checkpoint, part: Part, i: int) -> str:
@@ -277,10 +288,12 @@ def as_mapping(seen: Inspection) -> dict[str, Any]:
 
 def _facts(seen: Inspection) -> Rows:
     checkpoint, recipe, tensors = seen.checkpoint, seen.checkpoint.recipe, seen.tensors
-    options = checkpoint.options
+    options, model = checkpoint.options, seen.model
+    offsets = recipe.relative if model is None else model.relative_actions
+    prompt = recipe.prompt if model is None else model.prompt
     relative = "absolute"
-    if recipe.relative is not None:
-        kept = ", ".join(recipe.relative.exclude)
+    if offsets is not None:
+        kept = ", ".join(offsets.exclude)
         relative = f"relative to the state{f' but those named {kept}' if kept else ''}"
     rows = [
         ("family", f"{checkpoint.family} ({checkpoint.told})"),
@@ -292,8 +305,8 @@ def _facts(seen: Inspection) -> Rows:
         ("image", f"{options['image_size']} pixels, patch {options['patch']}, resize {recipe.resize}"),
         ("state", f"{recipe.state_dim or 'unknown'} of {options['action_dim']} dimensions"),
         ("actions", f"{recipe.action_dim or 'unknown'} of {options['action_dim']} dimensions, {relative}"),
-        ("prompt", f"{recipe.prompt.form}, at most {recipe.prompt.max_tokens} tokens"),
-        ("tokenizer", recipe.prompt.tokenizer or "none"),
+        ("prompt", f"{prompt.form}, at most {prompt.max_tokens} tokens"),
+        ("tokenizer", prompt.tokenizer or "none"),
         ("dtype", f"{options['dtype']}; stored {', '.join(f'{n} {d}' for d, n in tensors['dtypes'].items())}"),
         ("weights", f"{tensors['bytes'] / 1e6:,.1f} MB in {', '.join(tensors['files'])}"),
         ("tensors", f"{tensors['used']} used, {tensors.get('expected', 'unknown')} expected"),

@@ -32,7 +32,7 @@ from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
 from phyai_engine.types import F64, AbortCause, ActionType, SafetyState, Schedule
-from phyai_engine.weights.checkpoint import model_from
+from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros import parameters
 from phyai_ros.control_loop import ControlLoop, LoopSettings
 from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
@@ -195,7 +195,9 @@ class Session:
         self.params = params = parameters.read(node)
         robot_file = resolve("robots", params.robot)
         self.robot = robot = load_robot(robot_file)
-        model = model_from(params.model)
+        model, assumed = model_and_notes(params.model)
+        for note in assumed:
+            node.get_logger().warning(f"{params.model}: {note}")
         self._simulated = bool(node.get_parameter("use_sim_time").value)
         self.sim_rate = SimRate(self._simulated)
         self.jitter = TickMeter(robot.dt_s)

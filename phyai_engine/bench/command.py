@@ -62,10 +62,15 @@ def bench_command(options: BenchOptions, out: Path | None = None) -> int:
     """
     if out is not None and not out.parent.is_dir():
         raise ConfigError("no such folder", where=out.parent, do="Make it, or give another --out.")
+    if out is not None and out.is_dir():
+        raise ConfigError("a folder of that name exists", where=out, do="Give --out the name of a file.")
     result = bench(options, Console(stderr=True))
-    if out is not None:
-        result.save(out)
     show(result, Console())
+    if out is not None:
+        try:
+            result.save(out)
+        except OSError as error:
+            raise ConfigError(f"cannot write the figures: {error.strerror}", where=out) from None
     return 0 if result.chunk.good else NOT_FINITE
 
 
@@ -127,6 +132,8 @@ def robot_config(options: BenchOptions, config: ModelConfig) -> RobotConfig:
     """
     robot = load_robot(resolve("robots", options.robot or BENCH_ROBOT))
     roles = None if options.robot else config.options.get("cameras")
+    if not isinstance(roles, (list, tuple)):  # absent, or what the model refuses with its reason
+        roles = None
     return synthetic.with_cameras(robot, options.cameras, roles)
 
 

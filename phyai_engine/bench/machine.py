@@ -53,7 +53,7 @@ def environment(device: str, kernels: Mapping[str, str]) -> Environment:
         threads=torch.get_num_threads() if torch else 0,
         python=platform.python_version(),
         torch=str(torch.__version__) if torch else "not used",
-        triton=metadata.version("triton") if importlib.util.find_spec("triton") else "absent",
+        triton=_triton(),
         commit=_commit(Path(__file__).resolve().parents[2]),
         kernels=dict(kernels),
     )
@@ -203,6 +203,14 @@ def peak_rss() -> int:
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else _KIB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _triton() -> str:
+    """Its version. Builds for other accelerators and torch's nightly have packages of other names."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "of another package" if importlib.util.find_spec("triton") else "absent"
 
 
 def _loaded_torch() -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from phyai_engine.config import ModelConfig, convert
-from phyai_engine.errors import ConfigError
+from phyai_engine.errors import ConfigError, EngineError
 from phyai_engine.layers.ops import Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Span
@@ -157,6 +157,7 @@ class PiModel(nn.Module):
 
         :raises ConfigError: unknown or wrong options, or a device that is not there.
         :raises WeightsError: the checkpoint does not fit them; told from its headers, before a tensor is read.
+        :raises EngineError: the accelerator's memory is too small.
         """
         options = convert({"variant": config.family, **config.options}, PiOptions, where="options")
         if options.variant != config.family:
@@ -211,7 +212,17 @@ class PiModel(nn.Module):
         """Allocate the merged parameters, then write into them what comes, tensor by tensor."""
         with torch.device("meta"):
             model = cls(options)
-        model.to_empty(device=device).requires_grad_(False).eval()
+        size = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) / 2**30
+        try:
+            model.to_empty(device=device).requires_grad_(False).eval()
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                "the weights do not fit into the accelerator's memory",
+                got=str(error).partition(". GPU")[0],
+                wanted=f"{size:.1f} GiB free",
+                where=where,
+                do="End what else uses it (nvidia-smi), or choose `dtype: bfloat16` or `device: cpu`.",
+            ) from None
         own = model.state_dict()
         folded = fill(own, tensors, table, where=where)
         for name, tensor in fold(folded, options, time_embedding(model.spec.times, options)).items():

@@ -9,7 +9,9 @@ import numpy as np
 from phyai_engine.config import PromptConfig, RobotConfig
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.transforms.normalise import Floats
-from phyai_engine.types import Committed, ModelSpec, Observation, Refusal
+from phyai_engine.types import ActionType, Committed, ModelSpec, Observation, Refusal
+
+_OTHER_UNITS = 10.0  # times the limits' span, half of the joints at least
 
 
 def check_fit(robot: RobotConfig, spec: ModelSpec, inputs: Iterable[str]) -> None:
@@ -79,6 +81,30 @@ def camera_order(robot: RobotConfig, spec: ModelSpec) -> tuple[str | None, ...]:
             )
     names = {camera.role: camera.name for camera in robot.cameras}
     return tuple(names.get(role) for role in spec.cameras)
+
+
+def check_units(robot: RobotConfig, limits: tuple[Floats, Floats], trained: Floats) -> None:
+    """Degrees for radians is a factor of 57: then the data span far more than most joints can move.
+
+    :param limits: (lower, upper), [S] policy units, of what drives each entry. :param trained: [S], what the data span;
+        NaN where nothing tells it.
+    :raises ConfigError: the state was trained in other units.
+    """
+    if robot.kind is not ActionType.JOINT_POSITION:
+        return
+    driven = robot.state_index()
+    spans, reach = trained[driven], (limits[1] - limits[0])[driven]
+    usable = np.isfinite(spans) & np.isfinite(reach) & (spans > 0)
+    if not usable.any() or np.median(spans[usable] / reach[usable]) <= _OTHER_UNITS:
+        return
+    at = int(np.flatnonzero(usable)[np.argmax(spans[usable] / reach[usable])])
+    raise ConfigError(
+        f"the policy was trained on a state of other units than those of robot {robot.robot_id}",
+        got=f"data that span {spans[at]:.4g} for {robot.state_names[driven[at]]}, whose limits span {reach[at]:.4g}",
+        where=f"robot {robot.robot_id}",
+        do="Give `scale` and `offset` of every entry in state and actions: training value = scale * robot value + "
+        "offset.",
+    )
 
 
 def check_observation(seen: Observation, robot: RobotConfig) -> None:

@@ -73,6 +73,11 @@ class Scaling:
         scaled = (values.astype(np.float64) - self.base) / self.gain * self.span + self.low
         return np.where(self.constant, self.low, scaled)
 
+    def spread(self) -> Floats:
+        """[n] policy units: about what the training data span; NaN where the statistics do not tell it."""
+        untold = self.constant | ((self.low == 0) & (self.span == 1) & (self.gain == 1.0))  # identity
+        return np.where(untold, np.nan, self.span * 4.0 / self.gain**2)  # two std, or one range
+
 
 def scaling(
     config: Normalisation,

@@ -136,8 +136,15 @@ def model_from(name: str | Path) -> ModelConfig:
     :raises ConfigError: what is missing or wrong, where, and what exists.
     :raises WeightsError: the folder's weights cannot be read or belong to another model.
     """
+    return model_and_notes(name)[0]
+
+
+def model_and_notes(name: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
+    """As ``model_from``, with what had to be assumed because no file tells it."""
     checkpoint, own, where = opened(name)
-    return convert(own, ModelConfig, where=str(where)) if checkpoint is None else checkpoint.model(own, where=where)
+    if checkpoint is None:
+        return convert(own, ModelConfig, where=str(where)), ()
+    return checkpoint.model(own, where=where), checkpoint.recipe.open_notes(own)
 
 
 def opened(name: str | Path) -> tuple[Checkpoint | None, dict[str, Any], Path]:

@@ -70,7 +70,7 @@ class Feature(Struct, frozen=True):
 
 
 class Config(Struct, frozen=True, kw_only=True):
-    """The keys of ``config.json`` that inference needs; the last two of the first block ended with lerobot 0.4."""
+    """The keys of ``config.json`` that inference needs; ``num_steps`` ended with lerobot 0.4."""
 
     type: str
     input_features: dict[str, Feature] | None = None
@@ -91,8 +91,9 @@ class Config(Struct, frozen=True, kw_only=True):
     action_feature_names: list[str] | None = None
     rtc_training_max_delay: int = 0
     num_steps: int | None = None
-    adapt_to_pi_aloha: bool = False
+    max_state_dim: int = 32
     # refused where they are true
+    adapt_to_pi_aloha: bool = False
     use_visual_memory: bool = False
     use_proprioceptive_memory: bool = False
     use_peft: bool = False
@@ -197,7 +198,7 @@ def read_recipe(folder: Path, family: Family, config: Config, stored: Mapping[st
         eps=_eps(before, after),
         resize="float",
         relative=relative,
-        state_dim=_dim(folder, config.input_features, statistics, "state"),
+        state_dim=_dim(folder, config.input_features, statistics, "state", padded=config.max_state_dim),
         action_dim=_dim(folder, config.output_features, statistics, "actions"),
         action_names=names,
         execution_steps=config.n_action_steps,
@@ -217,6 +218,8 @@ def refuse_unsupported(folder: Path, config: Config, before: _Steps) -> None:
         ("use_proprioceptive_memory", "a memory of past states"),
         ("use_peft", "an adapter (PEFT) beside its weights: merge it and save the policy again"),
         ("use_delta_joint_actions_aloha", "deltas of ALOHA's joints"),
+        # between 0.4 and 1.5 rad, other numbers than openpi's `units: aloha_gripper`
+        ("adapt_to_pi_aloha", "ALOHA's grippers in the units of lerobot before 0.4"),
     ):
         if getattr(config, key):
             raise ConfigError(f"not supported: the policy has {what}", got=f"{key}: true", where=folder / "config.json")
@@ -271,8 +274,6 @@ def _notes(config: Config, prompt: PromptConfig) -> tuple[str, ...]:
         notes.append(
             "The vision tower computes in float32, as lerobot's does; `options: {vision_dtype: same}` is faster."
         )
-    if config.adapt_to_pi_aloha:
-        notes.append("Trained with adapt_to_pi_aloha: the robot file needs ALOHA's signs and `units: aloha_gripper`.")
     if prompt.form == "state_bins":
         notes.append(
             "The prompt holds bins of the robot's own state. lerobot's first pi0.5 versions padded the state before: "
@@ -402,10 +403,15 @@ def _role(name: str) -> str:
 
 
 def _dim(
-    folder: Path, features: Mapping[str, Feature] | None, statistics: Mapping[Part, Statistics], part: Part
+    folder: Path,
+    features: Mapping[str, Feature] | None,
+    statistics: Mapping[Part, Statistics],
+    part: Part,
+    padded: int | None = None,
 ) -> int | None:
+    """:param padded: what a base checkpoint names as its dimensions; a fine-tune of its folder keeps its inputs."""
     feature, counted = (features or {}).get(_FEATURES[part]), statistics[part].dims
-    if feature is None or len(feature.shape) != 1:
+    if feature is None or len(feature.shape) != 1 or (counted is not None and counted < feature.shape[0] == padded):
         return counted
     if counted is not None and feature.shape[0] != counted:
         raise ConfigError(
@@ -434,4 +440,8 @@ def _relative(config: Config, before: _Steps, after: _Steps) -> tuple[RelativeAc
     # lerobot's mask is made of names: without them, and for a token in no name, all are relative.
     masked = [name.lower() for name in step.action_names or ()]
     tokens = [token.lower() for token in step.exclude_joints or () if token]
-    return RelativeActions(exclude=tuple(t for t in tokens if any(t in name for name in masked))), names
+    used = [token for token in tokens if any(token in name for name in masked)]
+    # "gripper.pos" is lerobot's name of what ROS calls "gripper"
+    bare, joints = ([text.removesuffix(".pos") for text in texts] for texts in (used, masked))
+    same = all(any(b in j for b in bare) == any(u in m for u in used) for j, m in zip(joints, masked, strict=True))
+    return RelativeActions(exclude=tuple(bare if same and all(bare) else used)), names

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
+
+import yaml
 
 from phyai_engine.config import Kind, PromptConfig, RelativeActions
 from phyai_engine.errors import ConfigError
@@ -84,6 +87,10 @@ class Recipe:
     notes: tuple[str, ...] = ()
     missing: tuple[Missing, ...] = ()
 
+    def open_notes(self, own: Mapping[str, Any]) -> tuple[str, ...]:
+        """The notes that a model file's own keys do not answer."""
+        return tuple(note for note in self.notes if not _is_answered(note, own))
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """One mapping.
@@ -158,3 +165,16 @@ def no_tokenizer(folder: Path, names: tuple[str, ...]) -> Missing:
         "Copy PaliGemma's (of google/paligemma-3b-pt-224; openpi names it paligemma_tokenizer.model) into the folder, "
         "or give `prompt: {tokenizer: FILE}` in a model file.",
     )
+
+
+def _is_answered(note: str, own: Mapping[str, Any]) -> bool:
+    """The model file has the keys that a note asks for; it names them as `YAML`."""
+    asked = [yaml.safe_load(text) for text in re.findall("`(.+?)`", note)]
+    asked = [keys for keys in asked if isinstance(keys, dict)]
+
+    def has(given: object, wanted: object) -> bool:
+        if not isinstance(wanted, dict) or not isinstance(given, Mapping):
+            return True
+        return all(key in given for key in wanted)
+
+    return bool(asked) and all(key in own and has(own[key], keys[key]) for keys in asked for key in keys)

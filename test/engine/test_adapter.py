@@ -347,6 +347,32 @@ def test_statistics_may_be_those_of_the_models_padded_vectors(width: int, fits: 
                 Adapter(ROBOT, model, SPEC)
 
 
+@pytest.mark.parametrize(
+    ("statistics", "scale", "fits"),
+    [
+        ({"kind": "quantile", "state": {"q01": (0.0, -90.0, -80.0), "q99": (100.0, 90.0, 80.0)}}, 1.0, False),
+        ({"kind": "quantile", "state": {"q01": (0.0, -90.0, -80.0), "q99": (100.0, 90.0, 80.0)}}, 57.3, True),
+        ({"kind": "mean_std", "state": {"mean": (50.0, 0.0, 0.0), "std": (30.0, 40.0, 30.0)}}, 1.0, False),
+        # one joint that is held in a narrow range is no other unit; constant joints tell nothing
+        ({"kind": "quantile", "state": {"q01": (0.0, -90.0, -1.0), "q99": (100.0, 90.0, 1.0)}}, 1.0, True),
+        ({"kind": "quantile", "state": {"q01": (0.0, 9.0, 9.0), "q99": (100.0, 9.0, 9.0)}}, 1.0, True),
+    ],
+)
+def test_degrees_for_radians_are_told(statistics: dict[str, Any], scale: float, fits: bool) -> None:
+    robot = msgspec.structs.replace(
+        ROBOT,
+        state=(ROBOT.state[0], *(msgspec.structs.replace(entry, scale=scale) for entry in ROBOT.state[1:])),
+        actions=(*(msgspec.structs.replace(entry, scale=scale) for entry in ROBOT.actions[:2]), ROBOT.actions[2]),
+    )
+    normalisation = Normalisation(rule="lerobot", actions_kind="identity", **statistics)
+    model = ModelConfig(family="test", normalisation=normalisation)
+    if fits:
+        Adapter(robot, model, SPEC)
+    else:
+        with pytest.raises(ConfigError, match="other units than those of robot two_joints, got data that span 1"):
+            Adapter(robot, model, SPEC)
+
+
 @pytest.mark.parametrize("changes", [{"vocabulary": 259}, {"vocabulary": 0}, {"vocabulary": 5, "inputs": {}}])
 def test_a_vocabulary_that_suffices_is_unknown_or_is_not_used(changes: dict[str, Any]) -> None:
     Adapter(ROBOT, MODEL, replace(SPEC, **changes))

@@ -90,6 +90,28 @@ def test_a_demo_model_is_measured_phase_by_phase(model: str, tmp_path: Path) -> 
     assert rows(text)["end to end"] == ["1", *3 * [f"{result.end_to_end.p50_ms:.2f}"]]
 
 
+@pytest.mark.parametrize("cameras", [3, "base", None])
+def test_cameras_that_are_no_list_are_refused_by_the_model(cameras: Any, tmp_path: Path) -> None:
+    model = tmp_path / "wrong.yaml"
+    model.write_text(yaml.safe_dump({"family": "pi05", "options": {"cameras": cameras}}))
+    code, _, errors = run(model, "--n", 1)
+    assert code == 2
+    assert "$.cameras" in errors
+
+
+def test_figures_that_cannot_be_written_are_shown_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text, errors = run("fake", "--robot", "arm7", "--n", 1, "--out", tmp_path)
+    assert code == 2 and "a folder of that name exists" in errors and "end to end" not in text
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Result, "save", full)
+    code, text, errors = run("fake", "--robot", "arm7", "--n", 1, "--warm-up", 0, "--out", tmp_path / "a.json")
+    assert code == 2 and "cannot write the figures: No space left on device" in errors
+    assert "end to end" in text
+
+
 def test_a_model_without_torch_is_measured_where_there_is_none(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     blocked = "import sys; sys.modules['torch'] = None; from phyai_engine.cli import main; main()"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,15 @@ print(before, peak_rss())
     before, peak = (int(word) / 2**20 for word in done.stdout.split())
     assert before < 200
     assert 95 < peak - before < 150
+
+
+def test_triton_of_another_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "version", unknown)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name == "triton")
+    assert machine.environment("cpu", {}).triton == "of another package"
 
 
 def test_the_environment_names_versions_commit_and_kernels() -> None:

@@ -128,6 +128,16 @@ def test_names_of_the_data_set_name_the_robot_file(make: Make) -> None:
     assert "training data: q01 -2.897, q99 2.897" in text
 
 
+def test_names_that_yaml_would_read_as_something_else(make: Make) -> None:
+    names = ["1.pos", "on", "a, b", "null", "x: y", "0.5", "joint"]
+    text = as_json(make("lerobot", names=names))[1]["robot_yaml"]
+    found = yaml.safe_load(text)
+    wanted = ["1", *names[1:]]
+    assert [entry["name"] for entry in found["state"]] == wanted
+    assert [entry["state"] for entry in found["actions"]] == wanted
+    assert "training value = scale * robot value + offset" in text
+
+
 def test_everything_that_is_missing_is_told_at_once(make: Make) -> None:
     folder = make("openpi", "pi0")
     (folder / "paligemma_tokenizer.model").unlink()
@@ -227,6 +237,69 @@ def test_relative_actions_by_other_names(make: Make, tmp_path: Path) -> None:
     assert any(
         "action joint_7: absolute in training (as gripper), relative by its name here" in t for t in found["misfits"]
     )
+
+
+def test_joints_in_another_order(make: Make, tmp_path: Path) -> None:
+    names = [f"joint_{i}.pos" for i in range(1, 8)]
+    folder = make("lerobot", names=names)
+    for key in ("state", "actions"):
+        path = robot_file(tmp_path, lambda c, key=key: c[key].reverse())
+        code, found = as_json(folder, "--robot", path)
+        assert code == 1
+        assert [t for t in found["misfits"] if t.startswith(f"{key}: another order than in training")]
+        assert "joint_1, joint_2" in found["misfits"][0]
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_what_a_model_file_answers_is_no_longer_assumed(make: Make, tmp_path: Path) -> None:
+    model = tmp_path / "model.yaml"
+    text = f"family: pi05\ncheckpoint: {make()}\nprompt: {{form: plain, max_tokens: 200}}\n"
+    _, out, _ = run(write(model, text))
+    assert "plain, at most 200 tokens" in out and "state_bins, at" not in out
+    assert "assumed to be absolute" in out and "assumed to be part of the prompt" not in out
+    _, out, _ = run(write(model, text + "relative_actions: {exclude: []}\n"))
+    assert "relative to the state" in out and "assumed" not in out
+
+
+@pytest.mark.parametrize(
+    ("exclude", "names", "tokens"),
+    [
+        ("gripper.pos", ["wrist.pos", "gripper.pos"], ["gripper"]),
+        ("gripper.pos", ["gripper_roll.pos", "gripper.pos"], ["gripper.pos"]),  # bare it would mean both
+        (".pos", ["wrist.pos", "gripper.pos"], [".pos"]),
+    ],
+)
+def test_an_excluded_joint_with_lerobot_s_suffix(make: Make, exclude: str, names: list[str], tokens: list[str]) -> None:
+    folder = make("lerobot", relative=True, names=names)
+
+    def change(content: dict[str, Any]) -> None:
+        for step in content["steps"]:
+            if step["registry_name"] == "relative_actions_processor":
+                step["config"]["exclude_joints"] = [exclude]
+
+    edit_json(folder / "policy_preprocessor.json", change)
+    assert as_json(folder)[1]["relative_actions"] == {"exclude": tokens}
+
+
+def test_a_fine_tune_of_the_base_s_folder_keeps_its_inputs(make: Make) -> None:
+    """lerobot-train --policy.path=lerobot/pi05_base --rename_map=...: the state is still the base's padded one."""
+    folder = make("lerobot")
+    edit_json(folder / "config.json", lambda c: c["input_features"]["observation.state"].update(shape=[32]))
+    code, found = as_json(folder)
+    assert (code, found["state_dim"]) == (0, 7)
+    edit_json(folder / "config.json", lambda c: c["input_features"]["observation.state"].update(shape=[14]))
+    code, _, error = run(folder)
+    assert code == 2 and "disagree on observation.state, got 14 dimensions and 7" in error
+
+
+def test_aloha_s_grippers_in_lerobot_s_old_units_are_refused(make: Make) -> None:
+    code, _, error = run(make("lerobot", "pi0", adapt_to_pi_aloha=True))
+    assert code == 2 and "adapt_to_pi_aloha: true" in error
 
 
 def test_without_torch_the_tensors_are_not_compared(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from phyai_kernels.reference import attend, rms_norm, split_rotate
 from torch import Tensor
 
 from phyai_engine.config import ModelConfig, load_model
-from phyai_engine.errors import ConfigError, WeightsError
+from phyai_engine.errors import ConfigError, EngineError, WeightsError
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.models.pi import PiModel, PiOptions, op_shapes, time_embedding
 from phyai_engine.noise import standard_normal
@@ -374,6 +374,15 @@ def test_the_device_is_chosen_or_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         PiModel.load(structs.replace(config, device="cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [device_of(name).type for name in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+
+
+def test_an_accelerator_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(PiModel, "to_empty", too_large)
+    with pytest.raises(EngineError, match=r"do not fit .* got CUDA out of memory.* GiB, wanted 0\.0 GiB .*nvidia-smi"):
+        PiModel.load(ModelConfig(family="pi05", options=SMALL))
 
 
 def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> set[tuple[str, torch.dtype, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -137,6 +139,55 @@ def test_the_self_check_finds(monkeypatch: pytest.MonkeyPatch, op: str, spoil: A
 def test_losing_the_last_of_many_does_not_pass_as_rounding(op: str, dims: tuple[int, ...], spoil: Any) -> None:
     assert largest_error(op, torch.bfloat16, dims, getattr(reference, op), CPU) < TOLERANCES[torch.bfloat16] / 2
     assert largest_error(op, torch.bfloat16, dims, spoil, CPU) > 2 * TOLERANCES[torch.bfloat16]
+
+
+def written_nowhere(qkv: Any, table: Any, k: Any, v: Any, start: Any, heads: int) -> Any:
+    return reference.split_rotate(qkv, table, k.clone(), v.clone(), start, heads)
+
+
+def not_without_queries(qkv: Any, table: Any, k: Any, v: Any, start: Any, heads: int) -> Any:
+    return (reference.split_rotate if heads else written_nowhere)(qkv, table, k, v, start, heads)
+
+
+def blind_to_strides(q: Any, k: Any, v: Any, lengths: Any = None) -> Any:
+    packed = (
+        torch.empty(t.shape, dtype=t.dtype).copy_(t) if t.is_contiguous() else t.transpose(1, 2).view(t.shape)
+        for t in (q, k, v)
+    )
+    return reference.attend(*packed, lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("op", "dims", "spoil"),
+    [
+        ("split_rotate", (2, 3, 4, 1, 16, 9), written_nowhere),
+        ("split_rotate", (2, 3, 4, 1, 16, 9), not_without_queries),
+        ("attend", (2, 4, 4, 5, 5, 16), blind_to_strides),
+    ],
+)
+def test_the_self_check_calls_as_the_model_does(op: str, dims: Any, spoil: Any, dtype: torch.dtype) -> None:
+    """K and V of a last layer, without queries; views of a merged projection; a slab that nobody filled before."""
+    assert largest_error(op, dtype, dims, getattr(reference, op), CPU) <= TOLERANCES[dtype]
+    assert largest_error(op, dtype, dims, spoil, CPU) > 10 * TOLERANCES[dtype]
+
+
+def test_what_varies_between_requests_compiles_nothing_new() -> None:
+    """Triton compiles again where a specialized number becomes 1 or a multiple of 16: seconds, in a moving robot."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    script = """
+import importlib
+for name in ("attend", "split_rotate", "linear"):
+    module = importlib.import_module(f"phyai_kernels.{name}")
+    for kernel in (kernel for kernel in vars(module).values() if hasattr(kernel, "params")):
+        varying = {"columns", "queries", "spans", "tokens", "rows"}
+        print(kernel.__name__, *(p.name for p in kernel.params if p.name in varying and not p.do_not_specialize))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    kernels = [line.split() for line in done.stdout.splitlines()]
+    names = ("_add_spans", "_attend", "_linear", "_merge", "_split_rotate", "_sum_columns")
+    assert sorted(kernels) == [[name] for name in names], "a varying number is specialized"
 
 
 def test_a_kernel_that_raises_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,13 @@ def test_a_folder_drives_the_simulated_robot(
     rig = make_rig(others=arm, engine="process", engine_threads=1)
     rig.node.set_parameters([Parameter("model", value=str(folder))])
     rig.node.set_parameters([Parameter("instruction", value="pick up the red block")])
+    said: list[str] = []
+    rig.node.get_logger = lambda: SimpleNamespace(
+        **{level: lambda text, **_: said.append(text) for level in ("debug", "info", "warning", "error")}
+    )
     rig.start()
+    if kind == "openpi":  # no file tells whether actions are offsets: that must not pass in silence
+        assert any("relative_actions" in text for text in said), said
     rig.until(lambda: rig.kinds().count(CommandKind.ACTION) > 60, 20.0)
     assert rig.safety is SafetyState.RUNNING
     assert str(folder) in rig.node._session.notes["model"]
