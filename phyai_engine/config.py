@@ -6,7 +6,6 @@ Unknown keys are refused with their path and the nearest known name; wrong types
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
 from phyai_engine.errors import ConfigError
+from phyai_engine.robot_checks import check_action, check_numbers, check_start_and_stop, check_workspace, twice
 from phyai_engine.types import F64, ActionType
 
 T = TypeVar("T")
@@ -47,6 +47,9 @@ class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param lower: smallest value; ``upper`` largest. Always checked.
     :param velocity_max: [unit/s], joint positions only. :param acceleration_max: [unit/s^2], the stop's
         deceleration; needed for joint positions; a velocity robot without it stops in one step. Absent = no limit.
+    :param jerk_max: [unit/s^3], the stop's: its deceleration grows and fades no faster. Absent = no limit.
+    :param command_acceleration_max: [unit/s^2], largest acceleration that the rows of a chunk ask for, also across the
+        seam to what was commanded before; ``command_jerk_max`` [unit/s^3] likewise. Joint robots. Absent = not checked.
     :param state: name of the state entry this action drives (joint robots); empty for Cartesian deltas.
     :param absolute: a value that is held, not zeroed, when a velocity or delta robot stops (a gripper: zero
         would drop the object).
@@ -57,6 +60,9 @@ class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     upper: float
     velocity_max: Positive | None = None
     acceleration_max: Positive | None = None
+    jerk_max: Positive | None = None
+    command_acceleration_max: Positive | None = None
+    command_jerk_max: Positive | None = None
     state: str = ""
     absolute: bool = False
     scale: float = 1.0
@@ -92,6 +98,22 @@ class CommandOutput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     interface: Literal["none", "joint_trajectory", "float64_multi_array", "joint_state"] = "none"
 
 
+class Workspace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A box that the hand of a Cartesian-delta robot must not leave. One value per axis in every list.
+
+    :param state: state entries that measure the hand [m]. :param actions: the deltas that move it, same order.
+    :param metres_per_unit: metres that one unit of such an action moves the hand.
+    :param lower: corner of the box [m], in the frame of the state entries; ``upper`` the opposite one. It leaves room
+        for how far the hand lags behind its commands: the deltas are added to where it is measured.
+    """
+
+    state: Annotated[tuple[Name, ...], Meta(min_length=1)]
+    actions: tuple[Name, ...]
+    metres_per_unit: Positive
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+
+
 class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One robot file (config/robots/*.yaml). A topic without a leading / follows the node's namespace.
 
@@ -102,6 +124,11 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param joint_sample: ``nearest`` to the images, or the ``newest`` (as the policy was trained).
     :param first_step_max: largest |first action - measured| when motion starts; joint positions only, else no limit.
     :param seam_jump_max: largest |first new row - last command| at a handoff; likewise.
+    :param first_step: a chunk that starts beyond first_step_max is refused, or (``ramp``) is refused and the robot is
+        moved slowly to its first row, so that one of the next fits. The way there is straight in joint space.
+    :param stop: what an abort or a deactivation sends. ``hold_measured`` latches the measured pose at once, which is a
+        step in velocity: drives may fault. ``stop_publishing`` sends nothing: only for a controller whose own command
+        timeout stops the robot.
     """
 
     robot_id: Name
@@ -118,6 +145,9 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     joint_sample: Literal["nearest", "newest"] = "nearest"
     first_step_max: Positive | None = None
     seam_jump_max: Positive | None = None
+    first_step: Literal["refuse", "ramp"] = "refuse"
+    stop: Literal["decelerate", "hold_measured", "stop_publishing"] = "decelerate"
+    workspace: Workspace | None = None
 
     @property
     def kind(self) -> ActionType:
@@ -139,6 +169,14 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             [names.index(a.state) if a.state else -1 for a in self.actions],
             dtype=np.intp,
         )
+
+    def measured_index(self) -> NDArray[np.intp]:
+        """[A] int: index into the state of what each action moves: its joint, or its axis of the hand (workspace)."""
+        index = self.state_index()
+        if self.workspace is not None:
+            for action, state in zip(self.workspace.actions, self.workspace.state, strict=True):
+                index[self.action_names.index(action)] = self.state_names.index(state)
+        return index
 
     def limit(self, field_name: str, default: float) -> F64:
         """[A] float64: one limit of every action, ``default`` where the file gives none."""
@@ -299,10 +337,6 @@ def load_model(path: str | Path) -> ModelConfig:
     return convert(read_yaml(path), ModelConfig, where=str(path))
 
 
-# Where infinity means "no limit"; every other number of a robot file is finite.
-_MAY_BE_INFINITE = frozenset({"lower", "upper", "velocity_max", "acceleration_max", "first_step_max", "seam_jump_max"})
-
-
 def check_robot(robot: RobotConfig, *, where: str) -> None:
     """Checks that span several keys of a robot file, and those that its types cannot say.
 
@@ -315,18 +349,18 @@ def check_robot(robot: RobotConfig, *, where: str) -> None:
         ("camera topics", tuple(c.topic for c in robot.cameras)),
         ("camera roles", tuple(c.role for c in robot.cameras)),
     ):
-        if twice := _twice(names):
-            raise ConfigError(f"{kind} names stand twice: {', '.join(twice)}", where=where)
-    _check_numbers(robot, f"{where}: $")
+        if double := twice(names):
+            raise ConfigError(f"{kind} names stand twice: {', '.join(double)}", where=where)
+    check_numbers(robot, f"{where}: $")
     for i, entry in enumerate(robot.state):
-        _check_numbers(entry, f"{where}: $.state[{i}] ({entry.name})")
+        check_numbers(entry, f"{where}: $.state[{i}] ({entry.name})")
     for i, action in enumerate(robot.actions):
-        _check_action(robot, action, f"{where}: $.actions[{i}] ({action.name})")
-    if robot.action_type.startswith("joint") and (shared := _twice(tuple(a.state for a in robot.actions))):
+        check_action(robot, action, f"{where}: $.actions[{i}] ({action.name})")
+    if robot.action_type.startswith("joint") and (shared := twice(tuple(a.state for a in robot.actions))):
         raise ConfigError(f"two joint actions drive one state entry: {', '.join(shared)}", where=f"{where}: $.actions")
     for i, camera in enumerate(robot.cameras):
         at = f"{where}: $.cameras[{i}] ({camera.name})"
-        _check_numbers(camera, at)
+        check_numbers(camera, at)
         if camera.max_age_s < camera.tolerance_s:
             raise ConfigError(
                 "max_age_s is below tolerance_s", got=camera.max_age_s, wanted=f">= {camera.tolerance_s}", where=at
@@ -339,6 +373,9 @@ def check_robot(robot: RobotConfig, *, where: str) -> None:
             where=at,
             do="Give both, or leave `command` out.",
         )
+    check_start_and_stop(robot, f"{where}: $")
+    if robot.workspace is not None:
+        check_workspace(robot, robot.workspace, f"{where}: $.workspace")
     wrong = {"joint_trajectory": ("joint_velocity", "cartesian_delta"), "joint_state": ("cartesian_delta",)}
     if robot.action_type in wrong.get(command.interface, ()):
         raise ConfigError(
@@ -346,39 +383,6 @@ def check_robot(robot: RobotConfig, *, where: str) -> None:
             where=at,
             do="Use float64_multi_array, or let the robot read ~/step.",
         )
-
-
-def _check_action(robot: RobotConfig, action: ActionEntry, at: str) -> None:
-    _check_numbers(action, at)
-    if not action.lower < action.upper:
-        raise ConfigError(
-            "limits are not ordered", got=f"{action.lower}..{action.upper}", wanted="lower < upper", where=at
-        )
-    if action.state and action.state not in robot.state_names:
-        raise ConfigError(
-            "unknown state entry", got=action.state, wanted=f"one of {', '.join(robot.state_names)}", where=at
-        )
-    if robot.action_type.startswith("joint") and not action.state:
-        raise ConfigError("a joint action needs the state entry it drives", where=at, do="Add `state: NAME`.")
-    if robot.action_type == "joint_position" and action.acceleration_max is None:
-        raise ConfigError(
-            "acceleration_max is missing", where=at, do="A stop decelerates at this limit; give it in rad/s^2."
-        )
-
-
-def _check_numbers(entry: Struct, at: str) -> None:
-    for name in entry.__struct_fields__:
-        value = getattr(entry, name)
-        if not isinstance(value, float):
-            continue
-        if math.isnan(value) or (math.isinf(value) and name not in _MAY_BE_INFINITE):
-            raise ConfigError(f"{name} is not finite", got=value, where=at)
-        if name == "scale" and value == 0.0:
-            raise ConfigError("scale is 0", where=at, wanted="a non-zero factor")
-
-
-def _twice(names: tuple[str, ...]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1})
 
 
 def environment(name: str) -> str:
