@@ -34,7 +34,7 @@ PROFILE_VARIABLES = ("FASTRTPS_DEFAULT_PROFILES_FILE", "FASTDDS_DEFAULT_PROFILES
 TRUE_OR_FALSE = ("true", "false")
 RESPAWN_DELAY_S = 1.0
 # Arguments that are parameters of policy_node; an empty one leaves the word to the parameters file.
-PARAMETERS = ("robot", "model", "engine", "engine_endpoint", "output", "instruction")
+PARAMETERS = ("robot", "model", "engine", "engine_endpoint", "output", "instruction", "fleet_stop_topic")
 
 # name, default, choices (none: any), description
 ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -70,6 +70,12 @@ ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "Start policy_node again after a crash. It stays unconfigured: nothing moves until a person activates it.",
     ),
     ("instruction", "", (), "What the robot is to do, in words. Empty: as in params_file."),
+    (
+        "fleet_stop_topic",
+        "",
+        (),
+        "std_msgs/Bool whose true stops every node that hears it. Empty: as in params_file; player_node: /fleet_stop.",
+    ),
 )
 
 
@@ -120,7 +126,7 @@ def _nodes(context: LaunchContext) -> list[LaunchDescriptionEntity]:
     if given["output"] != "chunks":
         return [*handlers, policy]
     # Never respawned: it would obey the policy at once, and the robot would move by itself after a crash.
-    own = {name: explicit[name] for name in ("robot", "use_sim_time") if name in explicit}
+    own = {name: explicit[name] for name in ("robot", "use_sim_time", "fleet_stop_topic") if name in explicit}
     player = Node(
         name="player_node",
         executable="player_node",

@@ -55,6 +55,9 @@ class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param lower: smallest value; ``upper`` largest. Always checked.
     :param velocity_max: [unit/s], joint positions only. :param acceleration_max: [unit/s^2], the stop's
         deceleration; needed for joint positions; a velocity robot without it stops in one step. Absent = no limit.
+    :param jerk_max: [unit/s^3], the stop's: its deceleration grows and fades no faster. Absent = no limit.
+    :param command_acceleration_max: [unit/s^2], largest acceleration that the rows of a chunk ask for, also across the
+        seam to what was commanded before; ``command_jerk_max`` [unit/s^3] likewise. Joint robots. Absent = not checked.
     :param state: name of the state entry this action drives (joint robots); empty for Cartesian deltas.
     :param absolute: a value that is held, not zeroed, when a velocity or delta robot stops (a gripper: zero
         would drop the object).
@@ -65,6 +68,9 @@ class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     upper: float
     velocity_max: Positive | None = None
     acceleration_max: Positive | None = None
+    jerk_max: Positive | None = None
+    command_acceleration_max: Positive | None = None
+    command_jerk_max: Positive | None = None
     state: str = ""
     absolute: bool = False
     scale: float = 1.0
@@ -103,6 +109,22 @@ class CommandOutput(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     interface: Literal["none", "joint_trajectory", "float64_multi_array", "joint_state"] = "none"
 
 
+class Workspace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A box that the hand of a Cartesian-delta robot must not leave. One value per axis in every list.
+
+    :param state: state entries that measure the hand [m]. :param actions: the deltas that move it, same order.
+    :param metres_per_unit: metres that one unit of such an action moves the hand.
+    :param lower: corner of the box [m], in the frame of the state entries; ``upper`` the opposite one. It leaves room
+        for how far the hand lags behind its commands: the deltas are added to where it is measured.
+    """
+
+    state: Annotated[tuple[Name, ...], Meta(min_length=1)]
+    actions: tuple[Name, ...]
+    metres_per_unit: Positive
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+
+
 class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One robot file (config/robots/*.yaml). A topic without a leading / follows the node's namespace.
 
@@ -113,6 +135,11 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param joint_sample: ``nearest`` to the images, or the ``newest`` (as the policy was trained).
     :param first_step_max: largest |first action - measured| when motion starts; joint positions only, else no limit.
     :param seam_jump_max: largest |first new row - last command| at a handoff; likewise.
+    :param first_step: a chunk that starts beyond first_step_max is refused, or (``ramp``) is refused and the robot is
+        moved slowly to its first row, so that one of the next fits. The way there is straight in joint space.
+    :param stop: what an abort or a deactivation sends. ``hold_measured`` latches the measured pose at once, which is a
+        step in velocity: drives may fault. ``stop_publishing`` sends nothing: only for a controller whose own command
+        timeout stops the robot.
     """
 
     robot_id: Name
@@ -129,6 +156,9 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     joint_sample: Literal["nearest", "newest"] = "nearest"
     first_step_max: Positive | None = None
     seam_jump_max: Positive | None = None
+    first_step: Literal["refuse", "ramp"] = "refuse"
+    stop: Literal["decelerate", "hold_measured", "stop_publishing"] = "decelerate"
+    workspace: Workspace | None = None
 
     @property
     def kind(self) -> ActionType:
@@ -150,6 +180,14 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             [names.index(a.state) if a.state else -1 for a in self.actions],
             dtype=np.intp,
         )
+
+    def measured_index(self) -> NDArray[np.intp]:
+        """[A] int: index into the state of what each action moves: its joint, or its axis of the hand (workspace)."""
+        index = self.state_index()
+        if self.workspace is not None:
+            for action, state in zip(self.workspace.actions, self.workspace.state, strict=True):
+                index[self.action_names.index(action)] = self.state_names.index(state)
+        return index
 
     def limit(self, field_name: str, default: float) -> F64:
         """[A] float64: one limit of every action, ``default`` where the file gives none."""

@@ -10,10 +10,15 @@ from msgspec import Struct
 from phyai_engine.errors import ConfigError
 
 if TYPE_CHECKING:  # config.py reads a robot file and calls this
-    from phyai_engine.config import ActionEntry, RobotConfig
+    from phyai_engine.config import ActionEntry, RobotConfig, Workspace
 
 # Where infinity means "no limit"; every other number of a robot file is finite.
-_MAY_BE_INFINITE = frozenset({"lower", "upper", "velocity_max", "acceleration_max", "first_step_max", "seam_jump_max"})
+_MAY_BE_INFINITE = frozenset(
+    {
+        *("lower", "upper", "velocity_max", "acceleration_max", "jerk_max", "command_acceleration_max"),
+        *("command_jerk_max", "first_step_max", "seam_jump_max"),
+    }
+)
 
 
 def check_robot(robot: RobotConfig, *, where: str) -> None:
@@ -52,6 +57,9 @@ def check_robot(robot: RobotConfig, *, where: str) -> None:
             where=at,
             do="Give both, or leave `command` out.",
         )
+    _check_start_and_stop(robot, f"{where}: $")
+    if robot.workspace is not None:
+        _check_workspace(robot, robot.workspace, f"{where}: $.workspace")
     wrong = {"joint_trajectory": ("joint_velocity", "cartesian_delta"), "joint_state": ("cartesian_delta",)}
     if robot.action_type in wrong.get(command.interface, ()):
         raise ConfigError(
@@ -59,6 +67,38 @@ def check_robot(robot: RobotConfig, *, where: str) -> None:
             where=at,
             do="Use float64_multi_array, or let the robot read ~/step.",
         )
+
+
+def _check_start_and_stop(robot: RobotConfig, at: str) -> None:
+    positions = robot.action_type == "joint_position"
+    if robot.stop == "hold_measured" and not positions:
+        raise ConfigError("stop: hold_measured needs joint positions", got=robot.action_type, where=at)
+    if robot.first_step == "ramp":
+        slow = [a.name for a in robot.actions if a.velocity_max is None or math.isinf(a.velocity_max)]
+        if not positions or robot.first_step_max is None or slow:
+            raise ConfigError(
+                "first_step: ramp needs joint positions, first_step_max and velocity_max",
+                got=f"{robot.action_type}, first_step_max {robot.first_step_max}, no velocity_max: {slow}",
+                where=at,
+            )
+
+
+def _check_workspace(robot: RobotConfig, box: Workspace, at: str) -> None:
+    _check_numbers(box, at)
+    if robot.action_type != "cartesian_delta":
+        raise ConfigError("a workspace needs cartesian_delta", got=robot.action_type, where=at)
+    moving = tuple(a.name for a in robot.actions if not a.absolute)
+    for kind, names, known in (("state", box.state, robot.state_names), ("actions", box.actions, moving)):
+        if double := _twice(names):
+            raise ConfigError(f"{kind} stand twice: {', '.join(double)}", where=at)
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"unknown {kind}: {unknown[0]}", wanted=f"some of {', '.join(known)}", where=at)
+    lengths = [len(v) for v in (box.state, box.actions, box.lower, box.upper)]
+    if len(set(lengths)) > 1:
+        raise ConfigError("one value per axis is needed", got=f"state, actions, lower, upper: {lengths}", where=at)
+    for axis, lower, upper in zip(box.state, box.lower, box.upper, strict=True):
+        if not lower < upper:  # NaN too
+            raise ConfigError(f"{axis} is not ordered", got=f"{lower}..{upper}", wanted="lower < upper", where=at)
 
 
 def _check_action(robot: RobotConfig, action: ActionEntry, at: str) -> None:
@@ -77,6 +117,9 @@ def _check_action(robot: RobotConfig, action: ActionEntry, at: str) -> None:
         raise ConfigError(
             "acceleration_max is missing", where=at, do="A stop decelerates at this limit; give it in rad/s^2."
         )
+    checked = action.command_acceleration_max is not None or action.command_jerk_max is not None
+    if checked and robot.action_type == "cartesian_delta":
+        raise ConfigError("deltas have no command_acceleration_max or command_jerk_max", where=at)
 
 
 def _check_numbers(entry: Struct, at: str) -> None:

@@ -45,7 +45,7 @@ class Refusal(enum.IntEnum):
 
 
 class AbortCause(enum.IntEnum):
-    """What set the abort latch. Equal to the ABORT_* constants of PolicyStatus.msg."""
+    """What stopped the robot. Equal to the ABORT_* constants of PolicyStatus.msg; DEACTIVATE alone sets no latch."""
 
     NONE = 0
     SERVICE = 1
@@ -55,6 +55,13 @@ class AbortCause(enum.IntEnum):
     CLOCK_JUMP = 5
     ENGINE_LOST = 6
     EXHAUSTED = 7
+    FLEET_STOP = 8
+    OBSERVATION_AGE = 9
+    INFERENCE_DEADLINE = 10
+    MISSES = 11
+    PLAYER_LOST = 12
+    TICK_OVERRUN = 13
+    POLICY_LOST = 14
 
 
 class SafetyState(enum.IntEnum):

@@ -11,13 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from phyai_engine.errors import RefusalError
+from phyai_engine.errors import PhyaiError, RefusalError
 from phyai_engine.serve.client import Answered, Event, Failed, Lost
 from phyai_engine.timing import Outcome, Timing, Window
 from phyai_engine.types import AbortCause, Observation, Refusal, Request, Schedule
-from phyai_ros.player import Player, Spliced
+from phyai_engine.watchdog import Vitals, Watchdogs, WatchdogSettings
+from phyai_ros.commands import Spliced
+from phyai_ros.player import Player
 
 NAN = math.nan
+
+
+def headline(error: PhyaiError) -> str:
+    """An error without its advice, which may hold the engine's last lines: /diagnostics has those."""
+    return str(PhyaiError(error.what, got=error.got, wanted=error.wanted, where=error.where))
 
 
 class Client(Protocol):
@@ -39,28 +46,30 @@ class Counters:
     cancelled: int = 0
     misses_cond: int = 0
     misses_exhaust: int = 0
-    handoffs: int = 0  # with a deadline: the n of the margins
-    misses: int = 0  # of m_ctrl
+    handoffs: int = 0  # with a deadline, also those that never came
+    misses: int = 0  # handoffs after their deadline, or never
+    misses_in_a_row: int = 0
     refusals: list[int] = field(default_factory=lambda: [0] * len(Refusal))
     last_refusal: Refusal = Refusal.NONE
     last_refusal_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class LoopSettings:
-    """Constants of one activation.
+class LoopSettings(WatchdogSettings):
+    """Constants of one activation, and the watchdogs' limits.
 
     :param seed: noise seed of chunk k is ``seed + k``.
-    :param request_timeout_s: an unanswered request older than this stops the robot and sets the latch.
-    :param hold_max_s: holding longer than this (with something to hold) sets the abort latch; 0 = never.
+    :param simulated: ticks follow a clock that may stand still or leap: holding and the observation's age are then
+        counted in ticks, not in steady time.
+    :param acknowledge_s: how long the output waits before it says that the player elsewhere is silent.
     """
 
     dt_s: float
     schedule: Schedule
     seed: int = 0
-    request_timeout_s: float = 5.0
-    hold_max_s: float = 10.0
     window: int = 1000
+    simulated: bool = False
+    acknowledge_s: float = 0.0
 
 
 class ControlLoop:
@@ -99,8 +108,21 @@ class ControlLoop:
         self._refused = refused
         self._request: Request | None = None
         self._chunk_id = 0
+        self._play_ns = 0  # now, on the clock that holding and ages count on
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is awaited, nothing is late: activation, re-arm, and every new epoch."""
+        self._request = None
         self._last_consumed: int | None = None  # steps consumed at the handoff before
-        self._hold_since_ns = 0
+        self._timed = False  # the request in flight has a deadline: rows were left when it was made
+        self._owing = False  # such a request ended without its chunk, and none has come since
+        self._turned_ns = 0  # steady time of the last tick or beat
+        self._hold_since_ns = 0  # on the clock of _play_ns, as the next three
+        self._captured_ns = 0  # the observation of the request in flight
+        self._observed_ns = 0  # the observation that the playing chunk was computed from
+        self._silent: tuple[int, int] | None = None  # (time, consumed steps) when the player elsewhere fell silent
+        self.counters.misses_in_a_row = 0
 
     def activate(self) -> None:
         """Zero the counters and start a new epoch.
@@ -111,26 +133,33 @@ class ControlLoop:
         self.counters = Counters()
         self.margins.clear()
         self.inference.clear()
-        self._request = None
-        self._last_consumed, self._hold_since_ns = None, 0
+        self._forget()
 
     def tick(self, now_ros_ns: int) -> None:
         """One control tick: take the observation if one is due, play one step, then submit."""
         now = self._mono_ns()
-        self._expire(now)
+        self._play_ns = self._play_ns + round(self.settings.dt_s * 1e9) if self.settings.simulated else now
+        self._watch(now)
         if (rejected := self.player.take_rejection()) is not None:
             chunk_id, error = rejected
             self.counters.accepted -= 1
             self.counters.refused += 1
-            self._request = None  # what is in flight was cut for a chunk that does not play
+            if self._request is not None:  # it was cut for a chunk that does not play
+                self.counters.cancelled += 1
+                self._finish(self._request.chunk_id, "cancelled", text="the chunk that it continues does not play")
             self._refuse(error)
             self._finish(chunk_id, "refused", refusal=error.code, text=str(error))
+            self._listen(error)
         self.player.catch_up()  # a request is cut where the robot is now, not where it was a tick ago
         request = self._next_request(now_ros_ns, now)
         self.player.tick()
         if request is not None:
             self._client.submit(request)
-        self._watch_hold(now)
+        self._count_owed()
+
+    def beat(self) -> None:
+        """A turn on steady time: simulated time may stand still, and the engine must answer all the same."""
+        self._watch(self._mono_ns())
 
     def on_events(self) -> None:
         """Take what the engine finished. Called when the client signals, on the executor thread."""
@@ -140,7 +169,7 @@ class ControlLoop:
             elif isinstance(event, Failed):
                 self._failed(event)
             elif isinstance(event, Lost):
-                self.abort(AbortCause.ENGINE_LOST, str(event.error))
+                self.abort(AbortCause.ENGINE_LOST, headline(event.error))
 
     def abort(self, cause: AbortCause, text: str) -> bool:
         """Stop now. Never waits for inference. True if the latch was newly set."""
@@ -162,7 +191,6 @@ class ControlLoop:
             self._snapshot(now_ros_ns, self._mono_ns())
         self.player.rearm(active=active)
         self._drop_request()
-        self._last_consumed, self._hold_since_ns = None, 0
 
     def flush(self) -> None:
         """A new epoch for a new instruction: what plays and what is in flight is dropped."""
@@ -171,7 +199,8 @@ class ControlLoop:
 
     def _drop_request(self) -> None:
         """After the epoch was bumped: nothing older is awaited."""
-        request, self._request = self._request, None
+        request = self._request
+        self._forget()
         self._client.cancel(self.player.safety.epoch - 1)
         if request is not None:
             self.counters.cancelled += 1
@@ -195,6 +224,7 @@ class ControlLoop:
             self._refuse(error)
             return None
         self._chunk_id += 1
+        self._captured_ns = self._play_ns - (now - observation.capture_mono_ns)
         committed = player.handoff.committed_now()
         player.handoff = player.handoff.begin(self._chunk_id, player.safety.epoch, now)
         flight = player.handoff.in_flight
@@ -208,24 +238,75 @@ class ControlLoop:
             seed=self.settings.seed + self._chunk_id,
             remaining_ms=steps * self.settings.dt_s * 1e3,
         )
+        self._timed = flight.remaining_steps > 0 and self.settings.schedule is not Schedule.SYNC
         self.counters.requests += 1
         return self._request
 
-    def _expire(self, now: int) -> None:
-        """An engine that does not answer within the bound is not waited for: the robot stops and the latch says so."""
-        flight, limit = self.player.handoff.in_flight, self.settings.request_timeout_s
-        if flight is None or (now - flight.snapshot_mono_ns) * 1e-9 < limit:
+    def _watch(self, now: int) -> None:
+        """Every limit of phyai_engine/watchdog.py, while the robot may move. A passed one is an abort."""
+        gap_ns = now - self._turned_ns if self._turned_ns else 0
+        self._turned_ns = now
+        if not self.player.safety.may_play:
             return
-        self.counters.failed += 1
-        text = f"chunk {flight.chunk_id} was not answered within {limit} s (request_timeout_s)"
-        self._finish(flight.chunk_id, "engine_error", text=text)
-        self.abort(AbortCause.ENGINE_LOST, text)
+        vitals = self._vitals(now, gap_ns * 1e-9)
+        if (found := Watchdogs(self.settings).check(vitals)) is None:
+            return
+        if found[0] is AbortCause.INFERENCE_DEADLINE:
+            self.counters.failed += 1
+            self._finish(vitals.chunk_id, "engine_error", text=found[1])
+        self.abort(*found)
+
+    def _vitals(self, now: int, tick_gap_s: float) -> Vitals:
+        player, handoff = self.player, self.player.handoff
+        # A robot that was never moved may wait for ever.
+        holding = handoff.remaining_steps == 0 and player.last_command is not None
+        self._hold_since_ns = (self._hold_since_ns or self._play_ns) if holding else 0
+        if self._silent is not None and handoff.consumed != self._silent[1]:
+            self._silent = None  # its count moves: it is heard again
+        flight = handoff.in_flight
+        return Vitals(
+            dt_s=self.settings.dt_s,
+            tick_gap_s=tick_gap_s,
+            chunk_id=0 if flight is None else flight.chunk_id,
+            request_s=0.0 if flight is None else (now - flight.snapshot_mono_ns) * 1e-9,
+            observation_age_s=(self._play_ns - self._observed_ns) * 1e-9 if handoff.remaining_steps else 0.0,
+            player_silence_s=0.0
+            if self._silent is None
+            else (self._play_ns - self._silent[0]) * 1e-9 + self.settings.acknowledge_s,
+            misses=self.counters.misses_in_a_row,
+            hold_s=(self._play_ns - self._hold_since_ns) * 1e-9 if holding else 0.0,
+        )
+
+    def _listen(self, error: RefusalError) -> None:
+        """A chunk was not taken by the player elsewhere: MISSING is its silence, any other code is a sign of life."""
+        if error.code is not Refusal.MISSING:
+            self._silent = None
+        elif self._silent is None:
+            self._silent = (self._play_ns, self.player.handoff.consumed)
+
+    def _count_owed(self) -> None:
+        """The chunk ran out and the request that was to continue it had failed: that handoff is missed for good.
+
+        While another request with a deadline is in flight, that one counts when it arrives.
+        """
+        if not self._owing or self.player.handoff.remaining_steps or (self._request is not None and self._timed):
+            return
+        self._owing = False
+        if not self._clock_fault():
+            self.counters.handoffs += 1
+            self.counters.misses_exhaust += 1
+            self._count_margin(missed=True)
+
+    def _count_margin(self, *, missed: bool) -> None:
+        self.counters.misses += missed
+        self.counters.misses_in_a_row = self.counters.misses_in_a_row + 1 if missed else 0
 
     def _finish(self, chunk_id: int, outcome: Outcome, *, refusal: Refusal = Refusal.NONE, text: str = "") -> None:
         """Report a chunk that will not be played; the request in flight, if it was that one, is over."""
         self.player.handoff = self.player.handoff.drop(chunk_id)
         if self._request is not None and self._request.chunk_id == chunk_id:
             self._request = None
+            self._owing |= self._timed and outcome != "cancelled"
         epoch = self.player.safety.epoch
         self._report(Timing(epoch=epoch, chunk_id=chunk_id, outcome=outcome, refusal=refusal.name.lower(), text=text))
 
@@ -268,8 +349,11 @@ class ControlLoop:
             self.counters.refused += 1
             self._refuse(error)
             self._finish(chunk.chunk_id, "refused", refusal=error.code, text=str(error))
+            if error.code is Refusal.MISSING:  # the output's word: what plays there is silent
+                self._listen(error)
             return
-        self._request = None
+        self._request, self._owing = None, False
+        self._observed_ns = self._captured_ns
         self._accepted(event, request, spliced)
 
     def _accepted(self, event: Answered, request: Request, spliced: Spliced) -> None:
@@ -288,7 +372,7 @@ class ControlLoop:
         self.inference.add(timings.inference_ms * 1e-3)
         if not math.isnan(margin):
             counters.handoffs += 1
-            counters.misses += margin < 0
+            self._count_margin(missed=margin < 0)
             self.margins.add(margin)
         consumed = self.player.handoff.consumed
         env = (consumed - self._last_consumed) * self.settings.dt_s if self._last_consumed is not None else NAN
@@ -319,17 +403,3 @@ class ControlLoop:
                 frozen_error=facts.frozen_error,
             )
         )
-
-    def _watch_hold(self, now: int) -> None:
-        """Holding for too long sets the latch; a robot that was never moved may wait for ever."""
-        player, limit = self.player, self.settings.hold_max_s
-        holding = player.safety.may_play and player.handoff.remaining_steps == 0 and player.last_command is not None
-        if not holding:
-            self._hold_since_ns = 0
-        elif self._hold_since_ns == 0:
-            self._hold_since_ns = now
-        elif limit > 0 and (now - self._hold_since_ns) * 1e-9 > limit:
-            self.abort(
-                AbortCause.EXHAUSTED,
-                f"held for more than {limit} s without a new chunk",
-            )

@@ -16,7 +16,7 @@ from phyai_policy.msg import ChunkTiming, PolicyStatus
 
 from phyai_engine.safety import Safety
 from phyai_engine.timing import Percentiles, Timing, Window, miss_upper95
-from phyai_engine.types import Refusal, SafetyState
+from phyai_engine.types import AbortCause, Refusal, SafetyState
 from phyai_ros.control_loop import Counters
 from phyai_ros.stream import StreamStats
 
@@ -34,7 +34,8 @@ class Facts:
     """Everything a status report says.
 
     :param cameras: intake of each camera: rate and delivered fraction from stamps, drops by reason; joints likewise.
-    :param notes: words about the engine. :param faults: sentences that make the level ERROR.
+    :param stop_cause: of the newest stop, also of one without a latch. :param fleet_stop: the fleet's last word.
+    :param notes: words about engine, decoder, fleet. :param faults: sentences that make the level ERROR.
     """
 
     robot_id: str
@@ -50,6 +51,8 @@ class Facts:
     ticks: int = 0
     cameras: tuple[StreamStats, ...] = ()
     joints: tuple[StreamStats, ...] = ()
+    stop_cause: AbortCause = AbortCause.NONE
+    fleet_stop: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
@@ -74,6 +77,8 @@ def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
         safety_state=int(facts.safety.state),
         abort_cause=int(facts.safety.cause),
         abort_text=facts.safety.text,
+        stop_cause=int(facts.stop_cause),
+        fleet_stop=facts.fleet_stop,
         epoch=facts.safety.epoch,
         placement=facts.placement,
         schedule=facts.schedule,
@@ -113,6 +118,7 @@ def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArr
         "epoch": facts.safety.epoch,
         "abort_cause": facts.safety.cause.name.lower(),
         "abort_text": facts.safety.text,
+        "stop_cause": facts.stop_cause.name.lower(),
         "placement": facts.placement,
         "schedule": facts.schedule,
         "handoffs": counters.handoffs,
@@ -120,6 +126,7 @@ def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArr
         "margin_p01_ms": in_ms(facts.margins.p01),
         "margin_min_ms": in_ms(facts.margins.min),
         "misses": counters.misses,
+        "misses_in_a_row": counters.misses_in_a_row,
         "miss_rate_upper95": f"{miss_upper95(counters.misses, counters.handoffs):.4g}",
         "misses_cond": counters.misses_cond,
         "misses_exhaust": counters.misses_exhaust,

@@ -14,14 +14,8 @@ from rclpy.event_handler import (
     QoSRequestedIncompatibleQoSInfo,
     SubscriptionEventCallbacks,
 )
-from rclpy.lifecycle import LifecycleNode
-from rclpy.qos import (
-    DurabilityPolicy,
-    HistoryPolicy,
-    QoSProfile,
-    ReliabilityPolicy,
-    qos_policy_name_from_kind,
-)
+from rclpy.node import Node
+from rclpy.qos import QoSProfile, qos_policy_name_from_kind
 from rclpy.qos_overriding_options import QoSOverridingOptions
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
@@ -36,66 +30,39 @@ from phyai_ros.convert import (
     stamp_ns,
 )
 from phyai_ros.observation_buffer import ObservationBuffer, Put
-
-SENSOR_QOS = QoSProfile(
-    history=HistoryPolicy.KEEP_LAST,
-    depth=5,
-    reliability=ReliabilityPolicy.BEST_EFFORT,
-    durability=DurabilityPolicy.VOLATILE,
-)
-Guard = Callable[[Callable[..., object]], Callable[..., None]]
+from phyai_ros.spin import Guard
+from phyai_ros.topics import SENSOR_QOS
 
 
-class Inputs:
-    """Cameras, joint states and the instruction topic of one robot.
+class JointInputs:
+    """The JointState topics of one robot, feeding an observation buffer.
 
     :param guard: wraps a callback so that an exception stops the robot instead of the process.
     :param active: False while the node is not active: messages are then dropped before any decoding.
+    :param on_jump: called with a sentence when the stamps of all inputs went back together.
     """
 
     def __init__(
         self,
-        node: LifecycleNode,
+        node: Node,
         robot: RobotConfig,
         buffer: ObservationBuffer,
-        decode_raw: RawDecoder,
-        *,
         guard: Guard,
+        *,
         active: Callable[[], bool],
-        on_instruction: Callable[[str], None],
         on_jump: Callable[[str], object],
     ) -> None:
         self.faults: dict[str, str] = {}
-        self._node, self._buffer, self._active, self._decode_raw = (
-            node,
-            buffer,
-            active,
-            decode_raw,
-        )
-        self._on_jump = on_jump
-        self._subscriptions = [self._camera(camera, guard) for camera in robot.cameras]
-        for topic in dict.fromkeys(entry.topic for entry in robot.state):
-            self._subscriptions.append(self._subscribe(JointState, topic, guard(partial(self._on_joints, topic))))
-        self._subscriptions.append(
-            node.create_subscription(
-                String,
-                "~/instruction",
-                guard(lambda msg: on_instruction(msg.data)),
-                QoSProfile(depth=1),
-            )
-        )
+        """Topic -> why nothing can be heard there."""
+        self._node, self._buffer, self._active, self._on_jump = node, buffer, active, on_jump
+        topics = dict.fromkeys(entry.topic for entry in robot.state)
+        self._subscriptions = [self._subscribe(JointState, t, guard(partial(self._on_joints, t))) for t in topics]
 
     def destroy(self) -> None:
         """Drop every subscription. Idempotent."""
         for subscription in self._subscriptions:
             self._node.destroy_subscription(subscription)
         self._subscriptions.clear()
-
-    def _camera(self, camera: Camera, guard: Guard) -> Any:
-        kind, decode = (
-            (CompressedImage, compressed_to_rgb) if camera.transport == "compressed" else (Image, self._decode_raw)
-        )
-        return self._subscribe(kind, camera.topic, guard(partial(self._on_image, camera.name, decode)))
 
     def _subscribe(self, kind: Any, topic: str, callback: Callable[..., None]) -> Any:
         def incompatible(event: QoSRequestedIncompatibleQoSInfo) -> None:
@@ -113,25 +80,6 @@ class Inputs:
             SENSOR_QOS,
             event_callbacks=SubscriptionEventCallbacks(incompatible_qos=incompatible),
             qos_overriding_options=QoSOverridingOptions.with_default_policies(),
-        )
-
-    def _on_image(self, name: str, decode: Callable[[Any], Any], msg: Any) -> None:
-        if not self._active():
-            return
-        clocks = ClockOffset.sample(self._now_ros_ns, tries=1)
-        try:
-            image = decode(msg)
-        except ImageError as error:
-            self._reject(name, error, clocks)
-            return
-        self._took(
-            self._buffer.put_image(
-                name,
-                image,
-                stamp_ns(msg.header.stamp),
-                received_ros_ns=clocks.ros_ns,
-                received_mono_ns=clocks.mono_ns,
-            )
         )
 
     def _on_joints(self, topic: str, msg: JointState) -> None:
@@ -165,3 +113,50 @@ class Inputs:
 
     def _now_ros_ns(self) -> int:
         return int(self._node.get_clock().now().nanoseconds)
+
+
+class Inputs(JointInputs):
+    """Cameras, joint states and the instruction topic of one robot."""
+
+    def __init__(
+        self,
+        node: Node,
+        robot: RobotConfig,
+        buffer: ObservationBuffer,
+        decode_raw: RawDecoder,
+        guard: Guard,
+        *,
+        active: Callable[[], bool],
+        on_instruction: Callable[[str], None],
+        on_jump: Callable[[str], object],
+    ) -> None:
+        super().__init__(node, robot, buffer, guard, active=active, on_jump=on_jump)
+        self._decode_raw = decode_raw
+        self._subscriptions += [self._camera(camera, guard) for camera in robot.cameras]
+        instruction = guard(lambda msg: on_instruction(msg.data))
+        self._subscriptions.append(node.create_subscription(String, "~/instruction", instruction, QoSProfile(depth=1)))
+
+    def _camera(self, camera: Camera, guard: Guard) -> Any:
+        kind, decode = (
+            (CompressedImage, compressed_to_rgb) if camera.transport == "compressed" else (Image, self._decode_raw)
+        )
+        return self._subscribe(kind, camera.topic, guard(partial(self._on_image, camera.name, decode)))
+
+    def _on_image(self, name: str, decode: Callable[[Any], Any], msg: Any) -> None:
+        if not self._active():
+            return
+        clocks = ClockOffset.sample(self._now_ros_ns, tries=1)
+        try:
+            image = decode(msg)
+        except ImageError as error:
+            self._reject(name, error, clocks)
+            return
+        self._took(
+            self._buffer.put_image(
+                name,
+                image,
+                stamp_ns(msg.header.stamp),
+                received_ros_ns=clocks.ros_ns,
+                received_mono_ns=clocks.mono_ns,
+            )
+        )

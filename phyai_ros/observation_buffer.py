@@ -256,8 +256,8 @@ class ObservationBuffer:
         )
 
     def measured_actions(self, now_mono_ns: int) -> F64:
-        """[A] newest measured value of what each action drives, NaN where nothing fresh is measured."""
-        driven = self._robot.state_index()
+        """[A] newest measured value of what each action moves, NaN where nothing fresh is measured."""
+        driven = self._robot.measured_index()
         return np.where(driven < 0, np.nan, self.newest_state(now_mono_ns)[driven])
 
     def camera_stats(self, now_mono_ns: int) -> tuple[StreamStats, ...]:

@@ -21,11 +21,11 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 from phyai_engine.config import RobotConfig
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import Accepted
-from phyai_engine.safety import StopPlan
+from phyai_engine.stop import StopPlan, row_rates
 from phyai_engine.timing import mono_ns
 from phyai_engine.types import F64, ActionType, Chunk, Refusal
+from phyai_ros.commands import Command
 from phyai_ros.convert import to_stamp
-from phyai_ros.player import Command
 
 ACKNOWLEDGE_S = 0.5
 """A chunk that the player elsewhere has not shown to play within this time was lost."""
@@ -153,6 +153,13 @@ class TrajectoryOutput:
                 wanted="action_type: joint_position",
                 do="Use output steps or chunks.",
             )
+        if robot.stop == "stop_publishing" or robot.first_step == "ramp":
+            raise ConfigError(
+                "output trajectory cannot keep the robot file's word",
+                got=f"stop: {robot.stop}, first_step: {robot.first_step}",
+                wanted="a stop that is sent (the controller would play its trajectory to the end), and no ramp",
+                do="Use output steps or chunks.",
+            )
         self._robot, self._publish, self._now = robot, publish, now_ros_ns
         self._names = list(robot.action_names)
         self._dt_ns = round(robot.dt_s * 1e9)
@@ -192,20 +199,27 @@ class TrajectoryOutput:
         """The row being executed now and its rate, by our own grid: the controller's state may lag or be silent."""
         if self._origin_ns == 0 or (step := self._step_now()) < self._origin_step:
             return None
-        value = self._row(min(step, self._end_step - 1))
-        before = self._row(max(self._handed[0][0], min(step, self._end_step) - 1))
-        at_rest = step >= self._end_step or before is value
-        return value, np.zeros_like(value) if at_rest else (value - before) / self._robot.dt_s
+        first, base, rows = self._chunk_at(min(step, self._end_step - 1))
+        if step >= self._end_step:
+            return rows[-1], np.zeros_like(rows[-1])
+        before = None if first == self._handed[0][0] else self._row(first - 1)
+        return rows[step - base], row_rates(rows, first - base, before, self._robot.dt_s)[step - base]
 
     def stop(self, plan: StopPlan) -> None:
-        """The row being executed is finished at its own time, then the plan; at once where nothing was playing."""
+        """The row being executed is finished at its own time, then the plan; at once where nothing was playing.
+
+        The controller puts a cubic through the points: the velocity of each is the mean of the steps before and after
+        it, with which a constant deceleration is met exactly. In the last two steps, where a joint comes to rest
+        between points, the cubic asks for up to twice the deceleration.
+        """
         values, rates, lead_s = plan.values, plan.rates, self._robot.dt_s
-        motion = self.motion()
+        motion = None if plan.at_once else self.motion()
         if motion is not None:
             values, rates = np.vstack([motion[0], values]), np.vstack([motion[1], rates])
             left_s = (self._begin_ns(self._step_now() + 1) - self._now()) * 1e-9
             lead_s = min(self._robot.dt_s, max(1e-3, left_s))
-        self._publish("trajectory", trajectory(self._names, values, rates, self._robot.dt_s, first_s=lead_s))
+        through = 0.5 * (rates + np.vstack([rates[1:], np.zeros_like(rates[:1])]))
+        self._publish("trajectory", trajectory(self._names, values, through, self._robot.dt_s, first_s=lead_s))
         self.reset(0)
 
     def ready(self) -> RefusalError | None:
@@ -237,10 +251,15 @@ class TrajectoryOutput:
 
     def _row(self, step: int) -> F64:
         """The row that plays at an absolute step."""
-        for first, base, rows in reversed(self._handed):
-            if step >= first:
-                row: F64 = rows[step - base]
-                return row
+        _, base, rows = self._chunk_at(step)
+        row: F64 = rows[step - base]
+        return row
+
+    def _chunk_at(self, step: int) -> tuple[int, int, F64]:
+        """First step played, step of row 0 and rows of the chunk that plays at an absolute step."""
+        for handed in reversed(self._handed):
+            if step >= handed[0]:
+                return handed
         raise IndexError(f"step {step} is older than the rows kept")
 
 

@@ -107,9 +107,36 @@ class NodeParameters:
     )
     request_timeout_s: float = _row(
         5.0,
-        "An inference without an answer for this long stops the robot and latches (engine_lost).",
+        "An inference without an answer for this long stops the robot and latches (inference_deadline).",
         low=0.05,
         high=600.0,
+    )
+    max_observation_age_s: float = _row(
+        10.0,
+        "Playing a chunk computed from an observation older than this latches (observation_age); 0.0 = never.",
+        low=0.0,
+        high=600.0,
+    )
+    max_misses: int = _row(
+        10,
+        "This many handoffs in a row after their deadline latch (misses); 0 = never [handoffs].",
+        low=0,
+        high=1000,
+    )
+    player_timeout_s: float = _row(
+        2.0,
+        "Outputs trajectory and chunks: silence of what plays, after a chunk, that latches (player_lost).",
+        low=0.5,
+        high=60.0,
+    )
+    max_tick_gap_s: float = _row(
+        0.5,
+        "No control tick for this long, and for 5 periods, stops and latches (tick_overrun); 0.0 = never.",
+        low=0.0,
+        high=10.0,
+    )
+    fleet_stop_topic: str = _row(
+        "/fleet_stop", "std_msgs/Bool, reliable and transient_local: true stops and latches (fleet_stop); empty = none."
     )
     stop_hold_steps: int = _row(
         5, "Hold commands after a stop came to rest; then the node is quiet [steps].", low=0, high=1000
@@ -167,7 +194,7 @@ class NodeParameters:
         """The rows against the model's horizon H and the robot's step. Returns the execution horizon s.
 
         :raises ConfigError: s exceeds H; s + delay_init_steps exceeds H unless the schedule is sync; the
-            delay exceeds s (rtc: d <= s <= H - d); or a duration is shorter than one step.
+            delay exceeds s (rtc: d <= s <= H - d); or a duration is shorter than what it must span.
         """
         s, d = self.execution_horizon or max(1, horizon // 2), self.delay_init_steps
         if s > horizon:
@@ -192,6 +219,12 @@ class NodeParameters:
             )
         if 0 < self.max_hold_s < dt_s:
             raise ConfigError("max_hold_s is shorter than a step", got=self.max_hold_s, wanted=f">= {dt_s}")
+        if 0 < self.max_observation_age_s <= s * dt_s:
+            raise ConfigError(
+                "max_observation_age_s is shorter than the steps that are played before the next chunk is due",
+                got=self.max_observation_age_s,
+                wanted=f"> {s * dt_s:.3f} ({s} steps), and the time of an inference",
+            )
         return s
 
 
@@ -202,6 +235,14 @@ TABLE: tuple[Row, ...] = tuple(
 """Every parameter, in the order in which they are declared."""
 
 NAMES: tuple[str, ...] = tuple(row.name for row in TABLE)
+
+PLAYER_TABLE: tuple[Row, ...] = (
+    Row("robot", str, "", "The policy node's robot file: a path, or the name of a shipped one.", None, None, (), False),
+    Row("policy", str, "policy_node", "Name of the policy node.", None, None, (), False),
+    Row("status_timeout_s", float, 1.0, "Silence of the policy node that latches (policy_lost).", 0.2, 10.0, (), False),
+    *(row for row in TABLE if row.name in ("stop_hold_steps", "fleet_stop_topic", "max_tick_gap_s")),
+)
+"""The parameters of player_node; what both nodes have means the same."""
 
 
 def check_value(row: Row, value: object) -> str:
@@ -299,13 +340,13 @@ def describe(row: Row) -> ParameterDescriptor:
     return descriptor
 
 
-def declare(node: Node) -> tuple[str, ...]:
+def declare(node: Node, rows: Sequence[Row] = TABLE) -> tuple[str, ...]:
     """Declare every row. Returns a sentence for each override in the node's block that names no parameter.
 
     :raises ConfigError: an override has another type, is out of range or no choice.
     """
     overrides: Mapping[str, Parameter] = node._parameter_overrides  # rclpy has no public way to see them
-    for row in TABLE:
+    for row in rows:
         reason = check_value(row, overrides[row.name].value) if row.name in overrides else ""
         if reason:  # before rclpy says it in its own words, and lets NaN and wrong choices pass
             raise ConfigError(reason, where=f"parameters of {node.get_fully_qualified_name()}")

@@ -8,85 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 
 from phyai_engine.config import RobotConfig
 from phyai_engine.envelope import Envelope
 from phyai_engine.errors import RefusalError
-from phyai_engine.handoff import Accepted, Handoff, HandoffSettings, Playing
-from phyai_engine.safety import Safety, StopPlan, StopPlanner
+from phyai_engine.handoff import Handoff, HandoffSettings
+from phyai_engine.reach import Reach
+from phyai_engine.safety import Safety
+from phyai_engine.stop import StopPlan, StopPlanner, row_rates
 from phyai_engine.types import F64, AbortCause, Chunk, CommandKind, Refusal, SafetyState
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Command:
-    """What one tick commands. ``values``/``rates`` [A] robot units and unit/s; chunk_id and step only for ACTION."""
-
-    kind: CommandKind
-    values: F64
-    rates: F64
-    tick: int
-    epoch: int
-    chunk_id: int = 0
-    step: int = 0
-
-
-class Output(Protocol):
-    """Where the player writes. ``ticks``: this process publishes one command a tick; else a player elsewhere plays."""
-
-    @property
-    def ticks(self) -> bool: ...
-
-    def command(self, command: Command) -> None:
-        """Publish one tick's command."""
-
-    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
-        """Hand an accepted chunk to a player elsewhere."""
-
-    def stop(self, plan: StopPlan) -> None:
-        """Publish a whole stop to a player elsewhere."""
-
-    def consumed(self) -> int | None:
-        """Rows consumed as the player elsewhere reports it, on this side's count; None when it has not reported."""
-
-    def ready(self) -> RefusalError | None:
-        """Why no chunk can be handed over now; None where it can."""
-
-    def motion(self) -> tuple[F64, F64] | None:
-        """Value [A] and rate [A] at which the player elsewhere is by its own clock; None when nothing plays there."""
-
-    def take_rejection(self) -> RefusalError | None:
-        """Why the player elsewhere does not play the last chunk handed over; asked every tick, told once."""
-
-    def reset(self, consumed: int) -> None:
-        """Activation, re-arm or deactivation: nothing plays; counting goes on from ``consumed``."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spliced:
-    """An accepted chunk: the handoff's facts and what the seam looked like.
-
-    :param jump: largest |first new row - last command|, NaN when motion starts.
-    :param jump_ratio: jump / median step-to-step change of the new chunk.
-    :param clamped: values changed by the clamp (0 unless asked for).
-    """
-
-    facts: Accepted
-    chunk_id: int
-    jump: float
-    jump_ratio: float
-    clamped: int
+from phyai_ros.commands import Command, Output, Spliced
 
 
 class Player:
     """One robot's player.
 
-    :param measured: returns [A] measured values of what each action drives (NaN where nothing is measured), or None.
+    :param measured: returns [A] measured values of what each action moves (NaN where nothing is measured), or None.
     :param stop_hold_steps: hold commands published after the deceleration; then the player goes quiet.
     :param clamp: clip rows to lower..upper instead of refusing the chunk; every clip is reported.
+    :param kept: [A] last command of an earlier player of this robot.
     """
 
     def __init__(
@@ -99,19 +42,28 @@ class Player:
         *,
         stop_hold_steps: int = 5,
         clamp: bool = False,
+        kept: F64 | None = None,
     ) -> None:
         self.handoff = Handoff(settings)
         self.safety = safety
         self.envelope = Envelope.of(robot)
         self.tick_count = 0
+        self.stop_sent = ""  # what the last stop was, in words
         self._planner = StopPlanner.of(robot)
+        self.reach = Reach.of(robot, self._planner)
         self._output = output
         self._measured = measured
         self._stop_hold_steps = stop_hold_steps
         self._clamp = clamp
+        self._ramps = robot.first_step == "ramp"
+        self._begun = False  # a chunk was accepted since activation or re-arm
         self._value: F64 | None = None  # last commanded, None until something was commanded in this activation
-        self._rate: F64 = np.zeros(len(robot.actions))
-        self._kept: F64 | None = None  # last command of all, for values that a stop must keep
+        self._before: F64 | None = None  # commanded by the tick before that
+        self._still: F64 = np.zeros(len(robot.actions))
+        self._rate: F64 = self._still  # of the last command
+        self._acceleration: F64 = self._still
+        self._rates: F64 | None = None  # of every row of the playing chunk
+        self._kept = kept  # last command of all, for values that a stop must keep
         self._plan: StopPlan | None = None
         self._plan_row = 0
         self._spoken = False  # a stop was already published in this tick
@@ -120,6 +72,11 @@ class Player:
     def last_command(self) -> F64 | None:
         """[A] last commanded value; None when nothing was commanded since activation or re-arm."""
         return self._value
+
+    @property
+    def kept(self) -> F64 | None:
+        """[A] last command of all: a gripper that is stopped keeps its value. None before the first."""
+        return self._kept
 
     @property
     def stopping(self) -> bool:
@@ -152,11 +109,11 @@ class Player:
             return self._hold_step()
         playing = self.handoff.playing
         assert playing is not None  # peek returned one of its rows
-        rate = self._row_rate(playing)
+        assert self._rates is not None  # accept sets both
         command = Command(
             CommandKind.ACTION,
             row,
-            rate,
+            self._rates[playing.next_row],
             self.tick_count,
             playing.epoch,
             playing.chunk_id,
@@ -165,12 +122,13 @@ class Player:
         self.handoff = self.handoff.advance()
         self.safety = self.safety.playing(True)
         self._plan = None
-        return self._say(command)
+        return self._say(command, seam=playing.next_row == playing.first_row)
 
     def accept(self, chunk: Chunk, now_mono_ns: int) -> Spliced:
         """Check a chunk and splice it in; a refused chunk leaves what is playing untouched.
 
-        :raises RefusalError: wrong epoch, exhausted, malformed, not finite, or out of the envelope.
+        :raises RefusalError: wrong epoch, exhausted, malformed, not finite, stale or out of the envelope, which
+            includes a motion from which a stop could not end within the limits.
         """
         try:
             if chunk.epoch != self.safety.epoch or not self.safety.may_play:
@@ -187,19 +145,18 @@ class Player:
             if self._clamp:
                 actions, clamped = self.envelope.clamp(chunk.actions)
                 chunk = replace(chunk, actions=actions)
-            measured = self._measured() if self._value is None else None
-            self.envelope.check(
-                chunk.actions,
-                first_row=row,
-                last_command=self._value,
-                measured=measured,
-            )
+            self._check(chunk.actions, row)
+            if not clamped:  # whoever asks for a clamp wants the joint to run into its limit
+                played = chunk.actions[: self.handoff.last_row]
+                self.reach.check(played, first_row=row, last_command=self._value)
         except RefusalError:
             self.handoff = self.handoff.drop(chunk.chunk_id)
             raise
         flight = self.handoff.in_flight
         assert flight is not None  # row_for refuses otherwise
         self.handoff, facts = self.handoff.accept(chunk, now_mono_ns)
+        self._rates = row_rates(chunk.actions, row, self._value, self._planner.dt_s)
+        self._begun = True
         # In `sync` the robot waits at s: a player elsewhere must not be given rows beyond it.
         handed = replace(chunk, actions=chunk.actions[: self.handoff.last_row])
         self._output.chunk(handed, flight.consumed_at, facts)
@@ -210,6 +167,32 @@ class Player:
             typical = float(np.median(within)) if len(within) else 0.0
             ratio = jump / typical if typical > 0 else float("nan")
         return Spliced(facts, chunk.chunk_id, jump, ratio, clamped)
+
+    def _check(self, actions: F64, row: int) -> None:
+        """The envelope; a chunk that only starts too far away may begin a ramp to its first row, refused as it is.
+
+        Nothing of the chunk is played then and no row is counted: the ramp is held ticks, and a chunk that was made
+        while it runs, or after it, is played as soon as it fits.
+        """
+        measured = self._measured() if self._value is None or self.envelope.box is not None else None
+        if self._ramps and not self._output.ticks:
+            measured = None  # the player node measures, and ramps
+        try:
+            self.envelope.check(
+                actions, first_row=row, last_command=self._value, measured=measured, before=self._before
+            )
+        except RefusalError as error:
+            at_rest = self._value is None or (self._plan is not None and self._plan_row >= len(self._plan))
+            if not (self._ramps and at_rest and not self._begun and error.code is Refusal.OUT_OF_ENVELOPE):
+                raise
+            self.envelope.check(actions, first_row=row, last_command=None, measured=None)  # the chunk by itself is fine
+            start = measured if self._value is None else self._value
+            assert start is not None  # else there was nothing to compare with
+            if (plan := self._planner.ramp(start, actions[row])) is None:
+                raise
+            self._value, self._plan, self._plan_row = start, plan, 0
+            text = f"a ramp of {len(plan)} steps (first_step) takes the robot to where the chunk starts"
+            raise RefusalError(error.code, text, got=error) from None
 
     def take_rejection(self) -> tuple[int, RefusalError] | None:
         """chunk_id and reason when the player elsewhere does not play it.
@@ -223,7 +206,7 @@ class Player:
             return None
         self._halt_elsewhere()
         self.handoff = replace(self.handoff, playing=None, in_flight=None)
-        self._value, self._rate = None, np.zeros_like(self._rate)
+        self._rest_at(None)
         return playing.chunk_id, error
 
     def abort(self, cause: AbortCause, text: str) -> bool:
@@ -303,21 +286,28 @@ class Player:
             if self._value is not None and self.handoff.consumed > before:
                 steps = self.handoff.consumed - before
                 self._rate = (value - self._value) / (steps * self._planner.dt_s)
+                earlier = playing.next_row - 2
+                self._before = playing.actions[earlier] if earlier >= playing.first_row else None
             self._value = value
 
     def _forget(self) -> None:
         self.handoff = self.handoff.cleared()
         self._output.reset(self.handoff.consumed)
-        self._value = None
-        self._rate = np.zeros_like(self._rate)
+        self._rest_at(None)
         self._plan = None
-        self._spoken = False
+        self._begun = self._spoken = False
+        self.stop_sent = ""
+
+    def _rest_at(self, value: F64 | None) -> None:
+        self._value = self._before = value
+        self._rate = self._acceleration = self._still
 
     def _follow(self) -> None:
         """One tick of a player elsewhere."""
         self.catch_up()
         if self.handoff.peek() is None:
             self.handoff = self.handoff.advance()  # counts a held tick
+            self._before = self._value  # at rest there
         self.safety = self.safety.playing(self.handoff.remaining_steps > 0)
 
     def _hold_step(self) -> Command | None:
@@ -327,19 +317,8 @@ class Player:
         if self._value is None:
             return None
         if self._plan is None:
-            self._plan, self._plan_row = self._planner.plan(self._value, self._rate), 0
+            self._plan, self._plan_row = self._planner.plan(self._value, self._rate, self._acceleration), 0
         return self._say(self._plan_step(CommandKind.HOLD, self._value, self.tick_count))
-
-    def _row_rate(self, playing: Playing) -> F64:
-        """[A] unit/s of the row about to be played. Across a seam it is the new chunk's own motion, not the jump."""
-        row, actions = playing.next_row, playing.actions
-        if self._value is None:  # motion starts: from rest
-            return np.zeros_like(self._rate)
-        if row == playing.first_row and row + 1 < len(actions):
-            change: F64 = actions[row + 1] - actions[row]
-        else:
-            change = actions[row] - self._value
-        return change / self._planner.dt_s
 
     def _motion(self) -> tuple[F64, F64] | None:
         """Value and rate a stop starts from; None when nothing was commanded and nothing is measured."""
@@ -347,7 +326,7 @@ class Player:
             return elsewhere
         if self._value is not None:
             return self._value, self._rate
-        still = np.zeros_like(self._rate)
+        still = self._still
         if self._planner.needs_value:  # hold where the robot is, latched once
             measured = self._measured()
             return None if measured is None or np.isnan(measured).any() else (measured, still)
@@ -360,15 +339,20 @@ class Player:
         if (motion := self._output.motion()) is not None:
             plan = self._planner.plan(*motion)
             self._output.stop(plan)
-            self._value, self._rate = plan.values[-1], np.zeros_like(self._rate)
+            self._rest_at(plan.values[-1])
 
     def _begin_stop(self) -> None:
         motion = self._motion()
         if motion is None:
+            self._plan, self.stop_sent = None, "nothing is published: nothing was commanded and nothing is measured"
+        else:
+            measured = self._measured() if self._planner.option == "hold_measured" else None
+            self._plan, self.stop_sent = self._planner.stop(*motion, self._acceleration, measured)
+        self._plan_row = 0
+        if self._plan is None or motion is None:
             self.safety = self.safety.stopped()
             return
         self._value = motion[0]
-        self._plan, self._plan_row = self._planner.plan(*motion), 0
         if self._output.ticks:
             # Published between two ticks, it is the command of the coming one, which then says nothing.
             self._stop_step(self.tick_count + 1)
@@ -398,8 +382,11 @@ class Player:
         self._plan_row += 1
         return Command(kind, values, rates, tick, self.safety.epoch)
 
-    def _say(self, command: Command) -> Command:
-        self._value = self._kept = command.values
+    def _say(self, command: Command, *, seam: bool = False) -> Command:
+        """:param seam: the change of rate to this command is the policy's mind, not an acceleration."""
+        self._acceleration = self._still if seam else (command.rates - self._rate) / self._planner.dt_s
+        self._before, self._value = self._value, command.values
+        self._kept = command.values
         self._rate = command.rates
         self._output.command(command)
         return command

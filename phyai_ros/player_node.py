@@ -1,56 +1,52 @@
 """A player beside the controller: plays ActionChunks of a policy node elsewhere, with the same code and no torch.
 
 It obeys PolicyStatus: a newer epoch in which the robot may not move stops it at once, and so does silence. The last
-writer checks the epoch here, where the command leaves.
+writer checks the epoch here, where the command leaves. It has a latch of its own, with the policy node's ways into it
+(``~/abort``, fleet stop, signals, exceptions, a late tick) and one more: its policy node is silent. Only a re-arm of
+the policy node, which latches with it, leads out.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus, PolicyStatus
-from rclpy.clock import Clock
-from rclpy.clock_type import ClockType
+from phyai_policy.msg import ActionChunk, ChunkStatus, PolicyStatus
 from rclpy.node import Node
 from rclpy.qos import QoSProfile
-from sensor_msgs.msg import JointState
 from std_srvs.srv import Trigger
 
-from phyai_engine.config import load_robot, resolve
+from phyai_engine.config import RobotConfig, load_robot, resolve
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
-from phyai_engine.timing import ClockOffset, mono_ns
-from phyai_engine.types import (
-    F64,
-    AbortCause,
-    ActionType,
-    Chunk,
-    Refusal,
-    SafetyState,
-    Schedule,
-    StageTimings,
-)
-from phyai_ros.convert import joint_state_to_arrays, stamp_ns, to_stamp
-from phyai_ros.inputs import SENSOR_QOS
+from phyai_engine.timing import mono_ns
+from phyai_engine.types import F64, AbortCause, Chunk, Refusal, SafetyState, Schedule, StageTimings
+from phyai_engine.watchdog import Watchdogs, WatchdogSettings
+from phyai_ros import parameters
+from phyai_ros.convert import stamp_ns, to_stamp
+from phyai_ros.fleet_stop import FleetStop
+from phyai_ros.inputs import JointInputs
 from phyai_ros.observation_buffer import ObservationBuffer
 from phyai_ros.outputs import StepsOutput
+from phyai_ros.parameters import PLAYER_TABLE
 from phyai_ros.player import Player
-from phyai_ros.session import COMMAND_QOS, COMMAND_TYPES, LATCHED_QOS
-from phyai_ros.spin import StopFlag, run
+from phyai_ros.spin import StopFlag, guarded, run
+from phyai_ros.ticker import Sentry, Ticker
+from phyai_ros.topics import COMMAND_QOS, LATCHED_QOS, command_topics
 
 MOVING = (SafetyState.ARMED, SafetyState.RUNNING, SafetyState.HOLDING)
+# As it is published, but deeper: a latch and the re-arm after it may be said between two turns of this node.
+STATUS_QOS = QoSProfile(depth=10, reliability=LATCHED_QOS.reliability, durability=LATCHED_QOS.durability)
 
 
 class PlayerNode(Node):
     """Plays the chunks of one policy node.
 
-    Parameters: ``robot`` (name or path), ``policy`` (name of the policy node), ``status_timeout_s`` (silence of the
-    policy node that stops the robot), ``stop_hold_steps``.
+    Its parameters are ``parameters.PLAYER_TABLE``. With ``use_sim_time`` it ticks on /clock, as the policy node does.
     """
 
     def __init__(
@@ -61,23 +57,48 @@ class PlayerNode(Node):
         **kwargs: Any,
     ) -> None:
         super().__init__(name, **kwargs)
-        name_or_path = self.declare_parameter("robot", "").value
-        if not name_or_path:
+        parameters.declare(self, PLAYER_TABLE)
+        given = {row.name: self.get_parameter(row.name).value for row in PLAYER_TABLE}
+        if not given["robot"]:
             raise ConfigError("parameter robot is empty", where="player_node", do="Give the policy node's robot file.")
-        robot = load_robot(resolve("robots", name_or_path))
-        policy = self.declare_parameter("policy", "policy_node").value
-        self._status_timeout_ns = round(self.declare_parameter("status_timeout_s", 1.0).value * 1e9)
-        holds = self.declare_parameter("stop_hold_steps", 5).value
-        self._robot = robot
-        self._buffer = ObservationBuffer(robot)
+        self._robot = robot = load_robot(resolve("robots", given["robot"]))
+        self._guarded = partial(guarded, self.on_spin_error)
+        self._status_timeout_ns = round(given["status_timeout_s"] * 1e9)
         self._heard_ns = 0
         self._policy_latched = False  # since this player latched
         self._accepted_at = to_stamp(0)
-        self._outputs: dict[str, Any] = {"step": self.create_publisher(ActionStep, "~/step", COMMAND_QOS)}
-        if robot.command.interface != "none":
-            kind = COMMAND_TYPES[robot.command.interface]
-            self._outputs["command"] = self.create_publisher(kind, robot.command.topic, COMMAND_QOS)
-        self._player = Player(
+        self._buffer = ObservationBuffer(robot)
+        self._outputs = {
+            key: self.create_publisher(kind, topic, qos)
+            for key, (kind, topic, qos) in command_topics(robot, "steps").items()
+        }
+        self._player = self._make_player(robot, given["stop_hold_steps"])
+        limit_s = Watchdogs(WatchdogSettings(tick_gap_s=given["max_tick_gap_s"])).tick_limit_s(robot.dt_s)
+        self._sentry = Sentry(self._player, robot.dt_s, limit_s, self._player.abort, self._report_playing)
+        self._lock = self._sentry.lock
+        policy = given["policy"]
+        self._acknowledge = self.create_publisher(ChunkStatus, f"{policy}/chunk_status", QoSProfile(depth=5))
+        self.create_subscription(ActionChunk, f"{policy}/chunk", self._guarded(self._on_chunk), COMMAND_QOS)
+        self.create_subscription(PolicyStatus, f"{policy}/status", self._guarded(self._on_status), STATUS_QOS)
+        self._joints = JointInputs(
+            self, robot, self._buffer, self._guarded, active=lambda: True, on_jump=lambda reason: None
+        )
+        self.create_service(Trigger, "~/abort", self._guarded(self._on_abort))
+        on_stop = partial(self._abort, AbortCause.FLEET_STOP)
+        self._fleet_stop = FleetStop(self, given["fleet_stop_topic"], self._guarded, on_stop)
+        self._ticker = Ticker(
+            self,
+            robot.dt_s,
+            self._guarded,
+            simulated=bool(self.get_parameter("use_sim_time").value),
+            sentry=self._sentry,
+            player=self._player,
+            on_tick=self._on_tick,
+            on_beat=self._check_policy,
+        )
+
+    def _make_player(self, robot: RobotConfig, stop_hold_steps: int) -> Player:
+        return Player(
             robot,
             # The horizon is the chunk's: a first chunk sets it.
             HandoffSettings(Schedule.NAIVE_ASYNC, horizon=1, execution_steps=1, dt_s=robot.dt_s),
@@ -87,41 +108,30 @@ class PlayerNode(Node):
                 lambda key, message: self._outputs[key].publish(message),
                 self._now_ros_ns,
             ),
-            self._measured if robot.kind is ActionType.JOINT_POSITION else lambda: None,
-            stop_hold_steps=holds,
-        )
-        self._acknowledge = self.create_publisher(ChunkStatus, f"{policy}/chunk_status", QoSProfile(depth=5))
-        self.create_subscription(ActionChunk, f"{policy}/chunk", self._guarded(self._on_chunk), COMMAND_QOS)
-        self.create_subscription(
-            PolicyStatus,
-            f"{policy}/status",
-            self._guarded(self._on_status),
-            LATCHED_QOS,
-        )
-        for topic in dict.fromkeys(entry.topic for entry in robot.state):
-            self.create_subscription(JointState, topic, self._guarded(self._joints(topic)), SENSOR_QOS)
-        self.create_service(Trigger, "~/abort", self._guarded(self._on_abort))
-        self.create_timer(
-            robot.dt_s,
-            self._guarded(self._on_tick),
-            clock=Clock(clock_type=ClockType.STEADY_TIME),
+            self._measured,
+            stop_hold_steps=stop_hold_steps,
         )
 
     def _on_tick(self) -> None:
-        player = self._player
-        if player.safety.may_play and mono_ns() - self._heard_ns > self._status_timeout_ns:
+        self._check_policy()
+        with self._lock:
+            self._player.tick()
+        self._report_playing()
+
+    def _check_policy(self) -> None:
+        """Steady time, also while /clock stands still: the policy node's status does not follow /clock either."""
+        if self._player.safety.may_play and mono_ns() - self._heard_ns > self._status_timeout_ns:
             silence = self._status_timeout_ns * 1e-9
-            player.abort(AbortCause.ENGINE_LOST, f"no PolicyStatus for {silence:.3f} s")
-        player.tick()
-        playing = player.handoff.playing
-        if playing is not None:
-            self._report(
-                playing.epoch,
-                playing.chunk_id,
-                step=max(playing.first_row, playing.next_row - 1),
-            )
-        else:
-            self._report(player.safety.epoch, 0)
+            self._abort(AbortCause.POLICY_LOST, f"no PolicyStatus for {silence:.3f} s (status_timeout_s)")
+
+    def _abort(self, cause: AbortCause, text: str) -> bool:
+        """Stop and latch; True if newly latched."""
+        with self._lock:
+            newly = self._player.abort(cause, text)
+        if newly:
+            self._report_playing()
+            self.get_logger().error(f"abort latched ({cause.name.lower()}): {text}")
+        return newly
 
     def _on_status(self, message: PolicyStatus) -> None:
         if message.robot_id and message.robot_id != self._robot.robot_id:
@@ -136,30 +146,32 @@ class PlayerNode(Node):
         elif message.abort_cause != PolicyStatus.ABORT_NONE:
             self._policy_latched = True
         playing = SafetyState(message.safety_state) in MOVING
-        self._player.follow(message.epoch, playing, rearmed=self._policy_latched)
+        if playing and self._fleet_stop.stopped:
+            return  # the policy node will hear it too; until then its word does not count
+        with self._lock:
+            self._player.follow(message.epoch, playing, rearmed=self._policy_latched)
 
     def _on_chunk(self, message: ActionChunk) -> None:
-        player = self._player
         try:
             chunk = self._read(message)
-            if message.epoch != player.safety.epoch:
-                raise RefusalError(
-                    Refusal.WRONG_EPOCH,
-                    "another epoch",
-                    got=message.epoch,
-                    wanted=player.safety.epoch,
-                )
-            self._check_validity(message)
-            self._fit_horizon(len(chunk.actions), message.execution_horizon)
-            now = mono_ns()
-            player.handoff = player.handoff.expect(chunk.chunk_id, chunk.epoch, message.base_step, now)
-            player.accept(chunk, now)
+            with self._lock:
+                self._take(message, chunk)
         except RefusalError as error:
-            self.get_logger().warning(f"chunk {message.chunk_id}: {error}", throttle_duration_sec=1.0)
             self._report(message.epoch, message.chunk_id, refusal=error.code, text=str(error))
+            self.get_logger().warning(f"chunk {message.chunk_id}: {error}", throttle_duration_sec=1.0)
             return
         self._accepted_at = to_stamp(self._now_ros_ns())
         self._report(chunk.epoch, chunk.chunk_id)
+
+    def _take(self, message: ActionChunk, chunk: Chunk) -> None:
+        player = self._player
+        if message.epoch != player.safety.epoch:
+            raise RefusalError(Refusal.WRONG_EPOCH, "another epoch", got=message.epoch, wanted=player.safety.epoch)
+        self._check_validity(message)
+        self._fit_horizon(len(chunk.actions), message.execution_horizon)
+        now = mono_ns()
+        player.handoff = player.handoff.expect(chunk.chunk_id, chunk.epoch, message.base_step, now)
+        player.accept(chunk, now)
 
     def _read(self, message: ActionChunk) -> Chunk:
         """The message as a chunk, its names and type checked, columns in the robot file's order."""
@@ -221,39 +233,24 @@ class PlayerNode(Node):
         self._player.handoff = replace(handoff, settings=settings)
 
     def _on_abort(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
-        newly = self._player.abort(AbortCause.SERVICE, "~/abort of the player was called")
+        newly = self._abort(AbortCause.SERVICE, "~/abort of the player was called")
         response.success = True
-        response.message = "abort latched, stop sent" if newly else "already latched"
-        self._report(self._player.safety.epoch, 0, text=self._player.safety.text)
+        response.message = f"abort latched, stop: {self._player.stop_sent}" if newly else "already latched"
         return response
-
-    def _joints(self, topic: str) -> Callable[[JointState], None]:
-        needed = self._buffer.needed(topic)
-
-        def put(message: JointState) -> None:
-            clocks = ClockOffset.sample(self._now_ros_ns, tries=1)
-            try:
-                names, positions, velocities = joint_state_to_arrays(message, topic=topic, needed=needed)
-            except RefusalError as error:
-                self._buffer.put_refused(topic, error, clocks.mono_ns)
-                return
-            self._buffer.put_joints(
-                topic,
-                names,
-                positions,
-                velocities,
-                stamp_ns(message.header.stamp),
-                received_ros_ns=clocks.ros_ns,
-                received_mono_ns=clocks.mono_ns,
-            )
-
-        return put
 
     def _measured(self) -> F64:
         return self._buffer.measured_actions(mono_ns())
 
     def _now_ros_ns(self) -> int:
         return int(self.get_clock().now().nanoseconds)
+
+    def _report_playing(self) -> None:
+        """What is being played; also from the sentry's thread."""
+        playing = self._player.handoff.playing
+        if playing is not None:
+            self._report(playing.epoch, playing.chunk_id, step=max(playing.first_row, playing.next_row - 1))
+        else:
+            self._report(self._player.safety.epoch, 0)
 
     def _report(
         self,
@@ -264,6 +261,7 @@ class PlayerNode(Node):
         refusal: Refusal = Refusal.NONE,
         text: str = "",
     ) -> None:
+        safety = self._player.safety
         message = ChunkStatus(
             robot_id=self._robot.robot_id,
             epoch=epoch,
@@ -272,37 +270,30 @@ class PlayerNode(Node):
             consumed_steps=self._player.handoff.consumed,
             accepted=refusal is Refusal.NONE,
             refusal=int(refusal),
-            text=text,
-            safety_state=int(self._player.safety.state),
+            text=text or safety.text,
+            safety_state=int(safety.state),
+            abort_cause=int(safety.cause),
         )
         message.header.stamp = to_stamp(self._now_ros_ns())
         if message.accepted:
             message.accepted_at = self._accepted_at
         self._acknowledge.publish(message)
 
-    def _guarded(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            try:
-                return callback(*args)
-            except Exception as error:
-                self.on_spin_error(error)
-                return args[-1] if args else None
-
-        return call
-
     def on_signal(self, name: str) -> None:
         """Stop the robot, paced by the control period."""
-        self._player.abort(AbortCause.SIGNAL, f"{name} received")
-        self._player.finish_stop()
+        self._abort(AbortCause.SIGNAL, f"{name} received")
+        with self._lock:
+            self._player.finish_stop()
 
     def on_spin_error(self, error: Exception) -> bool:
         """A callback raised: stop and latch, go on."""
+        self._abort(AbortCause.EXCEPTION, repr(error))
         self.get_logger().error("".join(traceback.format_exception(type(error), error, error.__traceback__)))
-        self._player.abort(AbortCause.EXCEPTION, repr(error))
         return True
 
     def close(self) -> None:
-        """Nothing beyond the node itself."""
+        """End the ticks and the sentry."""
+        self._ticker.close()
 
 
 def main(args: list[str] | None = None) -> int:

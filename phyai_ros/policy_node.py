@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection
-from functools import wraps
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from diagnostic_msgs.msg import DiagnosticArray
@@ -22,13 +23,17 @@ from rclpy.qos import QoSProfile
 from rclpy.timer import Timer
 from std_srvs.srv import Trigger
 
-from phyai_engine.errors import PhyaiError, RefusalError
+from phyai_engine.config import RobotConfig
+from phyai_engine.errors import EngineError, PhyaiError, RefusalError
 from phyai_engine.safety import Safety
 from phyai_engine.timing import mono_ns
-from phyai_engine.types import AbortCause
+from phyai_engine.types import F64, AbortCause
 from phyai_ros import diagnostics, parameters
-from phyai_ros.session import LATCHED_QOS, Session
-from phyai_ros.spin import StopFlag, run
+from phyai_ros.control_loop import headline
+from phyai_ros.fleet_stop import FleetStop
+from phyai_ros.session import Session
+from phyai_ros.spin import StopFlag, guarded, run
+from phyai_ros.topics import LATCHED_QOS
 
 SUCCESS, FAILURE, ERROR = (
     TransitionCallbackReturn.SUCCESS,
@@ -57,12 +62,18 @@ class PolicyNode(LifecycleNode):
         # The epoch starts at wall-clock ns: a restarted node can never reuse a number of its former life.
         self._idle_safety = Safety(epoch=time.time_ns())
         self._session: Session | None = None
+        self._kept: tuple[RobotConfig, F64 | None] | None = None  # the robot of the session before, its last command
+        self._guarded = partial(guarded, self.on_spin_error)
         self._last_error = ""
         self._diagnostics_due_ns = 0
+        self._announced = False  # the latch, to log and /diagnostics
+        self._stop_cause = AbortCause.NONE  # of a stop without a latch
         self._status = self.create_publisher(PolicyStatus, "~/status", LATCHED_QOS)
         self._diagnostics = self.create_publisher(DiagnosticArray, "/diagnostics", QoSProfile(depth=1))
         self.create_service(Trigger, "~/abort", self._guarded(self._on_abort))
         self.create_service(Trigger, "~/rearm", self._guarded(self._on_rearm))
+        self.create_service(Trigger, "~/restart_engine", self._guarded(self._on_restart_engine))
+        self._fleet_stop = self._listen_to_the_fleet()
         parameters.watch(
             self,
             lambda: None if self._session is None else self._session.params,
@@ -76,19 +87,28 @@ class PolicyNode(LifecycleNode):
         period = 1.0 / self.get_parameter("status_rate_hz").value
         return self.create_timer(period, self._guarded(self._report), clock=Clock(clock_type=ClockType.STEADY_TIME))
 
+    def _listen_to_the_fleet(self) -> FleetStop:
+        topic = self.get_parameter("fleet_stop_topic").value
+        return FleetStop(self, topic, self._guarded, partial(self._abort, AbortCause.FLEET_STOP))
+
     # ---- transitions ----------------------------------------------------------------------------------------------
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         def configure() -> None:
             self.destroy_timer(self._report_timer)
             self._report_timer = self._start_reports()
+            if self._fleet_stop.topic != self.get_parameter("fleet_stop_topic").value:
+                self._fleet_stop.close()
+                self._fleet_stop = self._listen_to_the_fleet()
             self._session = Session(
                 self,
                 self._idle_safety,
+                self._kept,
                 guard=self._guarded,
                 give_up=lambda: bool(self._flag),
                 on_engine=self._on_engine,
                 abort=self._abort,
+                on_stuck=self._report_latch,
                 on_instruction=self._set_instruction,
             )
 
@@ -96,7 +116,8 @@ class PolicyNode(LifecycleNode):
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
         def activate() -> None:
-            self._configured().activate(self._on_tick)
+            self._configured().activate(self._on_tick, self._on_beat)
+            self._stop_cause = AbortCause.NONE
             super(PolicyNode, self).on_activate(state)  # enables the publishers; no tick runs before we return
 
         return self._transition("activate", activate)
@@ -143,7 +164,7 @@ class PolicyNode(LifecycleNode):
             self.get_logger().error(f"{name} raised:\n{traceback.format_exc()}")
             self._abort(AbortCause.EXCEPTION, self._last_error)
             if self._session is not None:
-                self._session.loop.player.finish_stop()
+                self._session.finish_stop()
                 self._session.disable()
             result = ERROR
         else:
@@ -158,15 +179,12 @@ class PolicyNode(LifecycleNode):
         return self._session
 
     def _stop_robot(self) -> None:
-        """The whole controlled stop, paced by the control period, then silence. Bounded by the stop plan."""
         session = self._session
         if session is None:
             return
-        session.loop.stop()
-        session.loop.player.finish_stop()
-        session.disable()
-        session.loop.player.deactivate()
-        session.buffer.clear()
+        if session.publishing:
+            self._stop_cause = AbortCause.DEACTIVATE
+        session.stop()
         self._report()  # for a player elsewhere this is the stop: it must not wait for the engine to end
 
     def _release(self) -> None:
@@ -177,67 +195,77 @@ class PolicyNode(LifecycleNode):
         session.disable()
         session.loop.player.deactivate()
         self._idle_safety = session.loop.player.safety
+        self._kept = session.robot, session.loop.player.kept
         session.close()
 
     # ---- callbacks ------------------------------------------------------------------------------------------------
 
-    def _guarded(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a callback: an exception stops the robot and latches; rclpy would end the process without a stop."""
-
-        @wraps(callback)
-        def call(*args: Any) -> Any:
-            try:
-                return callback(*args)
-            except Exception as error:
-                if not self.on_spin_error(error):
-                    raise
-                return args[-1] if args else None  # a service callback must return its response
-
-        return call
-
     def _on_tick(self) -> None:
         session = self._session
         if session is not None and session.publishing:
-            self._watching_the_latch(session.tick)
+            session.tick()
+            self._announce_abort()
+
+    def _on_beat(self) -> None:
+        if self._session is not None:
+            self._session.beat()
+            self._announce_abort()
 
     def _on_engine(self) -> None:
         if self._session is not None:
-            self._watching_the_latch(self._session.loop.on_events)
-
-    def _watching_the_latch(self, step: Callable[[], None]) -> None:
-        """Run a step of the loop and announce at once when it set the latch."""
-        latched = self._safety().latched
-        step()
-        if self._safety().latched and not latched:
+            self._session.on_events()
             self._announce_abort()
 
     def _on_abort(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
-        active = self._session is not None and self._session.publishing
+        session = self._session
         newly = self._abort(AbortCause.SERVICE, "~/abort was called")
-        done = ("abort latched, stop sent" if active else "abort latched, not active") if newly else "already latched"
+        sent = f"stop: {session.loop.player.stop_sent}" if session is not None and session.publishing else "not active"
         response.success = True
-        response.message = f"{done}, now {self._safety().state.name.lower()}"
+        response.message = f"abort latched, {sent}" if newly else "already latched"
+        response.message += f", now {self._safety().state.name.lower()}"
         return response
 
     def _on_rearm(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
         session, safety = self._session, self._safety()
         if not safety.latched:
             response.message = "the abort latch is not set"
+        elif self._fleet_stop.stopped:
+            response.message = f"{self._fleet_stop.topic} still says stop"
         elif session is None:
             self._idle_safety = safety.rearm(active=False)
             response.success = True
         elif session.loop.player.stopping:
             response.message = "the stop is still being published: call again"
         elif not session.client.alive:
-            response.message = "the engine is gone: deactivate, cleanup and configure again"
+            response.message = "the engine is gone: call ~/restart_engine first"
         else:
             try:
-                session.loop.rearm(session.now_ros_ns(), active=session.publishing)
+                session.rearm()
                 response.success = True
             except RefusalError as error:
                 response.message = f"no fresh observation: {error}"
         if response.success:
+            self._announced, self._stop_cause = False, AbortCause.NONE
             response.message = f"re-armed, epoch {self._safety().epoch}"
+            self._report()
+        return response
+
+    def _on_restart_engine(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        """A new engine for one that died, hangs or leaks. This node's callbacks wait meanwhile: nothing moves then."""
+        session = self._session
+        if session is None:
+            response.message = "the node is not configured: configure starts an engine"
+        elif session.loop.player.stopping:
+            response.message = "the stop is still being published: call again"
+        elif session.loop.player.safety.may_play:
+            response.message = "the robot may move: call ~/abort or deactivate first"
+        else:
+            try:
+                response.message = session.restart_engine()
+                response.success = True
+            except EngineError as error:
+                response.message = str(error)
+                self._abort(AbortCause.ENGINE_LOST, f"the engine was not restarted: {headline(error)}")
             self._report()
         return response
 
@@ -247,7 +275,7 @@ class PolicyNode(LifecycleNode):
             return
         session.buffer.set_instruction(text)
         if session.params.instruction_change == "flush" and session.publishing:
-            session.loop.flush()
+            session.flush()
             self._report()  # a player elsewhere plays the old epoch until it hears of the new one
 
     def _apply(self, params: parameters.NodeParameters, changed: Collection[str]) -> None:
@@ -267,24 +295,31 @@ class PolicyNode(LifecycleNode):
             newly = not self._idle_safety.latched
             self._idle_safety = self._idle_safety.abort(cause, text)
         else:
-            newly = session.loop.abort(cause, text)
+            newly = session.abort(cause, text)
             if cause is AbortCause.CLOCK_JUMP:
                 session.buffer.clear()
-        if newly:
-            self._announce_abort()
+        self._announce_abort()
         return newly
 
     def _announce_abort(self) -> None:
+        """Tell a latch that is new, whoever set it: the loop, this node, or the sentry while this thread was stuck."""
         safety = self._safety()
-        self._diagnostics_due_ns = 0
-        self._report()
-        self.get_logger().error(f"abort latched ({safety.cause.name.lower()}): {safety.text}")
+        if safety.latched and not self._announced:
+            self._announced = True
+            self._diagnostics_due_ns = 0
+            self._report()
+            self.get_logger().error(f"abort latched ({safety.cause.name.lower()}): {safety.text}")
+
+    def _report_latch(self) -> None:
+        """The sentry's thread: a player elsewhere and the fleet must learn of the stop while the executor is stuck."""
+        facts = replace(self._told, safety=self._safety(), stop_cause=self._safety().cause)
+        self._status.publish(diagnostics.policy_status(facts, self.get_clock().now().to_msg()))
 
     def on_signal(self, name: str) -> None:
         """SIGINT or SIGTERM: stop the robot over the living context."""
         if self._session is not None and self._session.publishing:
             self._abort(AbortCause.SIGNAL, f"{name} received")
-            self._session.loop.player.finish_stop()
+            self._session.finish_stop()
 
     def on_spin_error(self, error: Exception) -> bool:
         """A callback raised: controlled stop and latch; go on unless the parameter on_exception says exit."""
@@ -299,7 +334,8 @@ class PolicyNode(LifecycleNode):
     # ---- reports --------------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
-        facts, stamp = self._facts(), self.get_clock().now().to_msg()
+        self._told = facts = self._facts()
+        stamp = self.get_clock().now().to_msg()
         self._status.publish(diagnostics.policy_status(facts, stamp))
         now = mono_ns()
         if now >= self._diagnostics_due_ns:
@@ -308,9 +344,17 @@ class PolicyNode(LifecycleNode):
 
     def _facts(self) -> diagnostics.Facts:
         state_id, label = self._state_machine.current_state
+        safety = self._safety()
         if self._session is None:
-            return diagnostics.Facts("", state_id, label, self._safety())
-        return self._session.facts(self._safety(), state_id, label)
+            facts = diagnostics.Facts("", state_id, label, safety)
+        else:
+            facts = self._session.facts(safety, state_id, label)
+        return replace(
+            facts,
+            stop_cause=safety.cause if safety.latched else self._stop_cause,
+            fleet_stop=bool(self._fleet_stop.stopped),
+            notes={**facts.notes, "fleet_stop": self._fleet_stop.words},
+        )
 
     def _LifecycleNodeMixin__on_change_state(self, request: Any, response: Any) -> Any:
         """Answer an invalid transition with success=False; rclpy 7 raises out of the service and ends the node."""

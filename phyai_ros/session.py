@@ -14,45 +14,35 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus, ChunkTiming
-from rclpy.clock import Clock, JumpThreshold, TimeJump
-from rclpy.clock_type import ClockType
+from phyai_policy.msg import ChunkStatus, ChunkTiming
+from rclpy.clock import JumpThreshold, TimeJump
 from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode
-from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from rclpy.timer import Timer
-from sensor_msgs.msg import JointState
-from std_msgs.msg import Float64MultiArray
-from trajectory_msgs.msg import JointTrajectory
+from rclpy.qos import QoSProfile
 
-from phyai_engine.config import ModelConfig, load_robot, resolve
+from phyai_engine.config import ModelConfig, RobotConfig, load_robot, resolve
 from phyai_engine.errors import EngineRefusedError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
-from phyai_engine.types import F64, AbortCause, ActionType, SafetyState, Schedule
+from phyai_engine.types import F64, AbortCause, SafetyState, Schedule
+from phyai_engine.watchdog import Watchdogs
 from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros import parameters
+from phyai_ros.commands import Output
 from phyai_ros.control_loop import ControlLoop, LoopSettings
 from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
-from phyai_ros.diagnostics import Facts, chunk_timing, in_ms
-from phyai_ros.inputs import SENSOR_QOS, Guard, Inputs
+from phyai_ros.diagnostics import Facts, chunk_timing
+from phyai_ros.engine import Engine
+from phyai_ros.inputs import Inputs
 from phyai_ros.observation_buffer import ObservationBuffer
-from phyai_ros.outputs import ChunksOutput, StepsOutput, TrajectoryOutput
-from phyai_ros.player import Output, Player
+from phyai_ros.outputs import ACKNOWLEDGE_S, ChunksOutput, StepsOutput, TrajectoryOutput
+from phyai_ros.player import Player
+from phyai_ros.spin import Guard
+from phyai_ros.ticker import Sentry, Ticker
+from phyai_ros.topics import SENSOR_QOS, command_topics
 
-COMMAND_QOS = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE)  # never transient_local: no old motion
-LATCHED_QOS = QoSProfile(
-    depth=1,
-    reliability=ReliabilityPolicy.RELIABLE,
-    durability=DurabilityPolicy.TRANSIENT_LOCAL,
-)
-COMMAND_TYPES = {
-    "joint_trajectory": JointTrajectory,
-    "float64_multi_array": Float64MultiArray,
-    "joint_state": JointState,
-}
 OUTPUTS: dict[str, type[Any]] = {
     "steps": StepsOutput,
     "trajectory": TrajectoryOutput,
@@ -64,9 +54,11 @@ class Session:
     """One configuration: robot, engine, buffer, player, publishers and subscriptions.
 
     :param safety: epoch and latch, which outlive a session; read back from ``player.safety``.
+    :param kept: the robot of the session before and its last command: a gripper that is stopped keeps its value.
     :param guard: wraps every callback. :param give_up: true when the process was told to end while the engine starts.
     :param on_engine: called on the executor thread after the engine finished something.
     :param abort: stops the robot and latches, for the cause found here.
+    :param on_stuck: called by the sentry's thread after it stopped the robot.
     :raises PhyaiError: a file, a parameter or the engine is wrong; everything is released.
     """
 
@@ -74,21 +66,25 @@ class Session:
         self,
         node: LifecycleNode,
         safety: Safety,
+        kept: tuple[RobotConfig, F64 | None] | None,
         *,
         guard: Guard,
         give_up: Callable[[], bool],
         on_engine: Callable[[], None],
         abort: Callable[[AbortCause, str], object],
+        on_stuck: Callable[[], None],
         on_instruction: Callable[[str], None],
     ) -> None:
         self.publishing = False
         self._node, self._guard, self._abort = node, guard, abort
         self._publishers: dict[str, Any] = {}
         self._stack = ExitStack()
-        self._timers: list[Timer] = []
-        self._ticked_mono_ns = 0
+        self._ticker: Ticker | None = None
+        self._give_up, self._on_stuck = give_up, on_stuck
+        self._refusal = ""  # not logged yet
+        self._player_consumed = 0  # as the player elsewhere last said
         try:
-            self._open(safety, give_up, on_engine, on_instruction)
+            self._open(safety, kept, on_engine, on_instruction)
         except BaseException:
             self.close()
             raise
@@ -98,43 +94,94 @@ class Session:
         self.disable()
         self._stack.close()
 
-    def activate(self, on_tick: Callable[[], None]) -> None:
+    def activate(self, on_tick: Callable[[], None], on_beat: Callable[[], None]) -> None:
         """Start a new epoch and the control tick.
 
+        :param on_beat: called on steady time beside it where time is simulated.
         :raises LatchedError: the abort latch is set.
         """
         self.buffer.clear()
-        self.loop.activate()
+        with self.lock:
+            self.loop.activate()
         self.jitter.reset()
         self.publishing = True
         # Under simulated time the tick follows /clock like the robot does; the abort path needs no timer.
-        clock = self._node.get_clock() if self._simulated else Clock(clock_type=ClockType.STEADY_TIME)
-        self._timers = [self._node.create_timer(self.robot.dt_s, self._guard(on_tick), clock=clock)]
-        if self._simulated:  # a paused /clock must not leave a stop half published
-            steady = Clock(clock_type=ClockType.STEADY_TIME)
-            self._timers.append(
-                self._node.create_timer(self.robot.dt_s, self._guard(self._keep_stopping), clock=steady)
-            )
+        self._ticker = Ticker(
+            self._node,
+            self.robot.dt_s,
+            self._guard,
+            simulated=self._simulated,
+            sentry=self._sentry,
+            player=self.loop.player,
+            on_tick=on_tick,
+            on_beat=on_beat,
+        )
+
+    @property
+    def lock(self) -> Any:
+        """Whoever uses the loop or its player holds it; a log line, which may block, is written without it."""
+        return self._sentry.lock
 
     def tick(self) -> None:
         """One control tick."""
         now, now_ros = mono_ns(), self.now_ros_ns()
-        self._ticked_mono_ns = now
         self.jitter.tick(now)
         self.sim_rate.add(now_ros, now)
-        self.loop.tick(now_ros)
+        with self.lock:
+            self.loop.tick(now_ros)
+        self._log_refusal()
 
-    def _keep_stopping(self) -> None:
-        """Steady time: goes on with a stop while the simulated clock stands still."""
-        if mono_ns() - self._ticked_mono_ns > 2e9 * self.robot.dt_s and self.loop.player.stopping:
-            self.loop.player.tick()
+    def on_events(self) -> None:
+        """The engine finished something."""
+        with self.lock:
+            self.loop.on_events()
+        self._log_refusal()
+
+    def abort(self, cause: AbortCause, text: str) -> bool:
+        """Stop now. True if the latch was newly set."""
+        with self.lock:
+            return self.loop.abort(cause, text)
+
+    def stop(self) -> None:
+        """The whole controlled stop of a deactivation, then silence. Bounded by the stop plan."""
+        with self.lock:
+            self.loop.stop()
+        self.finish_stop()
+        self.disable()
+        with self.lock:
+            self.loop.player.deactivate()
+        self.buffer.clear()
+
+    def finish_stop(self) -> None:
+        """Publish what remains of a stop, paced by the control period."""
+        with self.lock:
+            self.loop.player.finish_stop()
+
+    def rearm(self) -> None:
+        """Clear the latch.
+
+        :raises RefusalError: the observation is not fresh.
+        """
+        self._sentry.beat()  # this thread may come from the restart of an engine
+        with self.lock:
+            self.loop.rearm(self.now_ros_ns(), active=self.publishing)
+
+    def flush(self) -> None:
+        """A new epoch for a new instruction."""
+        with self.lock:
+            self.loop.flush()
+
+    def beat(self) -> None:
+        """A turn on steady time, which goes on while /clock stands still."""
+        with self.lock:
+            self.loop.beat()
 
     def disable(self) -> None:
         """No publisher speaks and no tick runs. Done by hand: rclpy leaves publishers enabled in on_error."""
         self.publishing = False
-        for timer in self._timers:
-            self._node.destroy_timer(timer)
-        self._timers = []
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.close()
 
     def publish(self, key: str, message: Any) -> None:
         """The one publish path: nothing leaves while the node is not active."""
@@ -148,12 +195,12 @@ class Session:
 
     def facts(self, safety: Safety, lifecycle_id: int, lifecycle_label: str) -> Facts:
         """Everything a report says of this instant."""
-        loop, client = self.loop, self.client
+        loop = self.loop
         notes = {
             **self.notes,
-            "heartbeat_age_ms": in_ms(client.last_heartbeat_age_s()),
+            **self._engine.notes,
             "margins_unusable": self.sim_rate.reason,
-            **{f"engine_{name}": str(n) for name, n in client.counters.items()},
+            "stop_sent": loop.player.stop_sent,
         }
         faults = list(self.faults.values())
         if self.publishing and self.now_ros_ns() == 0:  # then no tick runs either, to refuse anything
@@ -187,7 +234,7 @@ class Session:
     def _open(
         self,
         safety: Safety,
-        give_up: Callable[[], bool],
+        kept: tuple[RobotConfig, F64 | None] | None,
         on_engine: Callable[[], None],
         on_instruction: Callable[[str], None],
     ) -> None:
@@ -209,22 +256,24 @@ class Session:
         )
         self.buffer.set_instruction(params.instruction)
         try:
-            hello = self._start_engine(model, give_up, on_engine)
+            hello = self._start_engine(model, on_engine)
         except EngineRefusedError as error:  # only here are both files known
             raise EngineRefusedError(str(error), where=f"model {params.model}, robot {robot_file}") from error
         params.check_against(hello.horizon, robot.dt_s)
         warm_up = ", ".join(f"{t:.1f}" for t in hello.warm_up_ms)
         self.notes = {"decoder": why, "model": hello.note, "warm_up_ms": warm_up}
         node.get_logger().info(f"engine ready ({params.engine}): {hello.note}; warm-up {warm_up} ms; {why}")
-        self._make_publishers(hello.horizon)
+        self._make_publishers(command_topics(robot, params.output, hello.horizon))
         output = self._make_output()
-        self._make_loop(safety, hello, output)
+        # Another robot, or other columns: the values mean something else there.
+        same = kept and (kept[0].robot_id, kept[0].action_names) == (robot.robot_id, robot.action_names)
+        self._make_loop(safety, kept[1] if kept and same else None, hello, output)
         inputs = Inputs(
             node,
             robot,
             self.buffer,
             decode,
-            guard=self._guard,
+            self._guard,
             active=lambda: self.publishing,
             on_instruction=on_instruction,
             on_jump=partial(self._abort, AbortCause.CLOCK_JUMP),
@@ -240,13 +289,12 @@ class Session:
         jumps = node.get_clock().create_jump_callback(threshold, post_callback=self._jumped)
         self._stack.callback(jumps.unregister)
 
-    def _start_engine(
-        self, model: ModelConfig, give_up: Callable[[], bool], on_engine: Callable[[], None]
-    ) -> EngineHello:
+    def _start_engine(self, model: ModelConfig, on_engine: Callable[[], None]) -> EngineHello:
         node, params, log = self._node, self.params, self._node.get_logger()
         signal = node.create_guard_condition(self._guard(on_engine))
         self._stack.callback(node.destroy_guard_condition, signal)
-        self.client = EngineClient(
+        make = partial(
+            EngineClient,
             self.robot,
             model,
             params.engine,  # type: ignore[arg-type]  # its choices are checked by the table
@@ -256,33 +304,26 @@ class Session:
             threads=params.engine_threads,
             warm_up_count=params.warm_up_count,
         )
-        self._stack.callback(self.client.stop)
-        return self.client.start(lambda phase: log.info(f"engine: {phase}"), give_up=give_up)
+        self._engine = Engine(make, lambda phase: log.info(f"engine: {phase}"), self._give_up)
+        self._stack.callback(self._engine.stop)
+        return self._engine.start()
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine that answers now."""
+        return self._engine.client
+
+    def restart_engine(self) -> str:
+        """Another engine process; see :meth:`Engine.restart`. The robot may not move: latched or not active."""
+        return self._engine.restart(self.params.engine_start_timeout_s)
 
     def _jumped(self, jump: TimeJump) -> None:
         reason = f"the ROS clock jumped by {jump.delta.nanoseconds * 1e-9:.3f} s"
         self._guard(partial(self._abort, AbortCause.CLOCK_JUMP, reason))()
 
-    def _make_publishers(self, horizon: int) -> None:
-        robot = self.robot
-        wanted: dict[str, tuple[type[Any], str]] = {"timing": (ChunkTiming, "~/timing")}
-        if self.params.output == "steps":
-            wanted["step"] = (ActionStep, "~/step")
-            if robot.command.interface != "none":
-                wanted["command"] = (
-                    COMMAND_TYPES[robot.command.interface],
-                    robot.command.topic,
-                )
-        elif self.params.output == "trajectory":
-            wanted["trajectory"] = (JointTrajectory, robot.trajectory_topic)
-        else:
-            wanted["chunk"] = (ActionChunk, "~/chunk")
-        for key, (kind, topic) in wanted.items():
-            qos = QoSProfile(depth=10) if key == "timing" else COMMAND_QOS
-            if key == "chunk":  # a chunk that was not delivered while it is valid must never be
-                qos = QoSProfile(
-                    depth=1, reliability=ReliabilityPolicy.RELIABLE, lifespan=Duration(seconds=horizon * robot.dt_s)
-                )
+    def _make_publishers(self, topics: dict[str, tuple[type[Any], str, QoSProfile]]) -> None:
+        topics = {**topics, "timing": (ChunkTiming, "~/timing", QoSProfile(depth=10))}
+        for key, (kind, topic, qos) in topics.items():
             publisher = self._node.create_lifecycle_publisher(kind, topic, qos)
             self._publishers[key] = publisher
             self._stack.callback(self._node.destroy_lifecycle_publisher, publisher)
@@ -290,27 +331,35 @@ class Session:
     def _make_output(self) -> Output:
         output: Output = OUTPUTS[self.params.output](self.robot, self.publish, self.now_ros_ns)
         if isinstance(output, TrajectoryOutput):
-            follow = output.on_controller_state
-            kind = controller_state_type()
-            self._listen(kind, self.robot.controller_state_topic, lambda m: follow(stamp_ns(m.header.stamp)))
+            follow = partial(self._follow, output)
+            self._listen(controller_state_type(), self.robot.controller_state_topic, follow)
         elif isinstance(output, ChunksOutput):
             self._listen(ChunkStatus, "~/chunk_status", partial(self._acknowledged, output))
         return output
 
+    def _follow(self, output: TrajectoryOutput, message: Any) -> None:
+        with self.lock:
+            output.on_controller_state(stamp_ns(message.header.stamp))
+
     def _acknowledged(self, output: ChunksOutput, message: ChunkStatus) -> None:
-        output.on_status(message)
-        state, ours = message.safety_state, self.loop.player.safety.epoch
+        with self.lock:
+            output.on_status(message)
+            safety = self.loop.player.safety
+        restarted, self._player_consumed = message.consumed_steps < self._player_consumed, message.consumed_steps
         # Our own stop leaves the player STOPPING in our epoch, never LATCHED: a latch is its own.
-        if (state == SafetyState.LATCHED and message.epoch >= ours) or (
-            state == SafetyState.STOPPING and message.epoch > ours
+        if (message.safety_state == SafetyState.LATCHED and message.epoch >= safety.epoch) or (
+            message.safety_state == SafetyState.STOPPING and message.epoch > safety.epoch
         ):
-            self._abort(AbortCause.SERVICE, message.text or "the player node latched")
+            cause = AbortCause(message.abort_cause) or AbortCause.SERVICE
+            self._abort(cause, f"the player node: {message.text or 'latched'}")
+        elif restarted and safety.may_play:  # it would move the robot again, and nobody asked for that
+            self._abort(AbortCause.PLAYER_LOST, "the player node restarted")
 
     def _listen(self, kind: type[Any], topic: str, callback: Callable[[Any], None]) -> None:
         subscription = self._node.create_subscription(kind, topic, self._guard(callback), SENSOR_QOS)
         self._stack.callback(self._node.destroy_subscription, subscription)
 
-    def _make_loop(self, safety: Safety, hello: EngineHello, output: Output) -> None:
+    def _make_loop(self, safety: Safety, kept: F64 | None, hello: EngineHello, output: Output) -> None:
         params, robot, horizon = self.params, self.robot, hello.horizon
         schedule = Schedule(params.schedule)
         settings = HandoffSettings(
@@ -326,29 +375,43 @@ class Session:
             settings,
             safety,
             output,
-            self.measured if robot.kind is ActionType.JOINT_POSITION else lambda: None,
+            self.measured,
             stop_hold_steps=params.stop_hold_steps,
             clamp=params.envelope == "clamp",
+            kept=kept,
         )
         self.loop = ControlLoop(
             LoopSettings(
                 dt_s=robot.dt_s,
                 schedule=schedule,
                 seed=params.seed,
+                simulated=self._simulated,
+                acknowledge_s=ACKNOWLEDGE_S,
+                tick_gap_s=params.max_tick_gap_s,
                 request_timeout_s=params.request_timeout_s,
+                observation_age_s=params.max_observation_age_s,
+                player_timeout_s=0.0 if output.ticks else params.player_timeout_s,
+                misses_max=params.max_misses,
                 hold_max_s=params.max_hold_s,
             ),
             self.buffer.snapshot,
-            self.client,
+            self._engine,
             player,
             mono_ns,
             self._report,
             lambda: self.sim_rate.reason,
             self._refused,
         )
+        limit_s = Watchdogs(self.loop.settings).tick_limit_s(robot.dt_s)
+        self._sentry = Sentry(player, robot.dt_s, limit_s, self.loop.abort, self._on_stuck)
 
     def _refused(self, text: str) -> None:
-        self._node.get_logger().warning(f"refused: {text}", throttle_duration_sec=2.0)
+        self._refusal = text
+
+    def _log_refusal(self) -> None:
+        text, self._refusal = self._refusal, ""
+        if text:
+            self._node.get_logger().warning(f"refused: {text}", throttle_duration_sec=2.0)
 
     def _report(self, timing: Timing) -> None:
         self.publish(

@@ -6,15 +6,18 @@ only set a flag, the node stops the robot over a living context, and then everyt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import wraps
 from types import FrameType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import rclpy
 from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
@@ -38,6 +41,28 @@ class Stoppable(Protocol):
         """Release everything, within a bound."""
 
 
+Guard = Callable[[Callable[..., object]], Callable[..., Any]]
+"""Wraps a callback so that an exception stops the robot instead of the process."""
+
+
+def guarded(on_error: Callable[[Exception], bool], callback: Callable[..., Any]) -> Callable[..., Any]:
+    """A callback whose exceptions go to ``on_error``; rclpy would end the process without a stop.
+
+    :param on_error: stops the robot and latches; False lets the exception out.
+    """
+
+    @wraps(callback)
+    def call(*args: Any) -> Any:
+        try:
+            return callback(*args)
+        except Exception as error:
+            if not on_error(error):
+                raise
+            return args[-1] if args else None  # a service callback must return its response
+
+    return call
+
+
 FLUSH_S = 0.2  # time given to the middleware to deliver the stop
 JOIN_S = 3.0  # threads that have not ended by then are abandoned and the process exits hard
 
@@ -56,9 +81,29 @@ class StopFlag:
         self.name = signal.Signals(number).name
 
 
+def free_output(number: int) -> None:
+    """Writing to this descriptor never waits from now on; what its reader does not take is lost.
+
+    rclpy's logger writes with the interpreter lock held: a reader that stands still (Ctrl-S, a stopped launch) would
+    freeze the node, every thread of it. A pipe or terminal is opened anew, so that nobody who shares it is changed.
+
+    :param number: file descriptor 1 or 2. A file never waits and is left alone.
+    """
+    with contextlib.suppress(OSError):  # closed, or nothing that could be opened: as it was
+        kind = os.fstat(number).st_mode
+        if stat.S_ISSOCK(kind):
+            os.set_blocking(number, False)
+        elif stat.S_ISFIFO(kind) or os.isatty(number):
+            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            os.dup2(anew, number)
+            os.close(anew)
+
+
 def run(make: Callable[[StopFlag], Node], args: list[str] | None = None) -> int:
     """Spin ``make(flag)`` until a signal, stop the robot, shut down. Returns the exit code: 0 after a signal."""
     flag = StopFlag()
+    for output in (1, 2):
+        free_output(output)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, flag.catch)
     rclpy.init(args=args, signal_handler_options=SignalHandlerOptions.NO)
@@ -96,7 +141,8 @@ def _turn(executor: SingleThreadedExecutor, node: Stoppable, timeout_s: float) -
     except ExternalShutdownException:
         return False
     except Exception as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # BlockingIOError: nobody reads
+            traceback.print_exc()
         return node.on_spin_error(error)
     return True
 
@@ -111,9 +157,6 @@ def _leave(code: int) -> None:
             thread.join(max(0.0, until - time.monotonic()))
     stuck = [t.name for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
     if stuck:
-        print(
-            f"leaving with threads still running: {', '.join(stuck)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError):
+            print(f"leaving with threads still running: {', '.join(stuck)}", file=sys.stderr, flush=True)
         os._exit(code)

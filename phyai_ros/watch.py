@@ -31,7 +31,7 @@ from phyai_engine.replay.record import (
     StepRow,
     TimingRow,
 )
-from phyai_engine.types import Refusal, SafetyState
+from phyai_engine.types import AbortCause, Refusal, SafetyState
 from phyai_ros.convert import image_to_rgb, stamp_ns
 from phyai_ros.diagnostics import OUTCOMES
 
@@ -116,7 +116,10 @@ class Watch:
             ("misses", f"late {status.misses_cond} · ran out {status.misses_exhaust}"),
             ("refusals", refused or "none"),
             ("last refusal", status.last_refusal_text or "-"),
-            ("abort", status.abort_text or "-"),
+            (
+                "abort",
+                f"{AbortCause(status.abort_cause).name.lower()}: {status.abort_text}" if status.abort_cause else "-",
+            ),
         ]
 
     def line(self, phase: str) -> str:

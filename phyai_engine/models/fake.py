@@ -6,10 +6,13 @@ cancellation act as on a real model. Faults count the runs since it was loaded, 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,6 +28,8 @@ Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
 
 _EXIT_CODE = 13
+_SPARE_BYTES = 16 << 20
+_LOG_LINE = b"the fake model floods its log, as configured (flood_log_mb) ".ljust(127, b".") + b"\n"
 
 
 class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,7 +39,10 @@ class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         interpreter lock instead of sleeping. :param amplitude: of the motion, 1 = half the normalised range.
     :param period_steps: rows of one cycle of a position. :param nan_at: row of the chunk that is NaN.
     :param fail_every: raise at every n-th run. :param crash_on_request: end the process at the n-th run.
-    :param hang_on_request: never return from the n-th run. 0 switches a fault off.
+    :param hang_on_request: never return from the n-th run. :param oom_on_request: run out of memory in the n-th run:
+        the process may hold little more from then on. :param gil_hold_s: hold the interpreter lock that long in every
+        run. :param flood_log_mb: megabytes written to stdout, and as many to stderr, in every run. 0 switches a fault
+        off.
     :param grace_runs: first runs, such as the warm-up, in which nothing goes wrong and which are not counted.
     """
 
@@ -51,6 +59,9 @@ class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     fail_every: CountOrZero = 0
     crash_on_request: CountOrZero = 0
     hang_on_request: CountOrZero = 0
+    oom_on_request: CountOrZero = 0
+    gil_hold_s: Annotated[float, Meta(ge=0, le=4000)] = 0.0
+    flood_log_mb: CountOrZero = 0
     grace_runs: CountOrZero = 0
 
     def __post_init__(self) -> None:
@@ -109,14 +120,8 @@ class FakeModel:
         """Plan the motion from ``anchor`` [B, A]; the configured faults happen here."""
         on_phase("prefix")
         self._runs += 1
-        o = self.options
         if self._runs > 0:
-            if self._runs == o.crash_on_request:
-                os._exit(_EXIT_CODE)
-            while self._runs == o.hang_on_request:
-                time.sleep(0.05)
-            if o.fail_every and self._runs % o.fail_every == 0:
-                raise RuntimeError(f"the fake model fails at run {self._runs}, as configured (fail_every)")
+            self._go_wrong()
         self._spend()
         return FakePrefix(np.stack([self._motion(anchor) for anchor in inputs["anchor"]]))
 
@@ -153,6 +158,22 @@ class FakeModel:
             motion[row, pairs] = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
         return motion.astype(np.float32)
 
+    def _go_wrong(self) -> None:
+        o = self.options
+        if o.flood_log_mb:
+            for stream in (1, 2):
+                _write(stream, _LOG_LINE * (o.flood_log_mb * 1_000_000 // len(_LOG_LINE)))
+        if o.gil_hold_s:  # PyDLL keeps the lock during the call
+            ctypes.PyDLL(None).usleep(int(o.gil_hold_s * 1e6))
+        if self._runs == o.crash_on_request:
+            os._exit(_EXIT_CODE)
+        if self._runs == o.oom_on_request:
+            _exhaust_memory()
+        while self._runs == o.hang_on_request:
+            time.sleep(0.05)
+        if o.fail_every and self._runs % o.fail_every == 0:
+            raise RuntimeError(f"the fake model fails at run {self._runs}, as configured (fail_every)")
+
     def _spend(self) -> None:
         """This call's share of the latency."""
         share_s = self.options.latency_ms / 1e3 / (self.options.num_steps + 1)
@@ -162,3 +183,18 @@ class FakeModel:
         end = time.monotonic() + share_s
         while time.monotonic() < end:
             pass
+
+
+def _write(stream: int, block: bytes) -> None:
+    while block:
+        block = block[os.write(stream, block) :]
+
+
+def _exhaust_memory() -> None:
+    """:raises MemoryError: always, once the few MiB that this process may still have are used up."""
+    used_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + _SPARE_BYTES, hard))
+    blocks = []
+    while True:
+        blocks.append(bytearray(1 << 20))

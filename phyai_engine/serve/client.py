@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -27,7 +29,8 @@ from phyai_engine.errors import (
     RefusalError,
 )
 from phyai_engine.serve.compute import Load
-from phyai_engine.serve.host import Host, ProcessHost, ThreadHost
+from phyai_engine.serve.crash import CrashReport
+from phyai_engine.serve.host import Host, ProcessHost, ThreadHost, end
 from phyai_engine.serve.in_flight import Answered, Event, Failed, InFlight, Lost
 from phyai_engine.serve.protocol import (
     HEARTBEAT_S,
@@ -46,15 +49,14 @@ from phyai_engine.serve.protocol import (
     encode,
     request_to_wire,
 )
-from phyai_engine.serve.sockets import Wake, prepare, receive
+from phyai_engine.serve.sockets import Wake, prepare, received
 from phyai_engine.types import Refusal, Request
 
-__all__ = ["Answered", "EngineClient", "EngineHello", "Event", "Failed", "Lost", "Placement"]
+__all__ = ["Answered", "CrashReport", "EngineClient", "EngineHello", "Event", "Failed", "Lost", "Placement"]
 
 Placement = Literal["thread", "process", "remote"]
 _LAST_EPOCH = (1 << 63) - 1
 _JOIN_MARGIN_S = 0.5
-_END_POLL_S = 0.02
 _STALL_S = 0.25  # a gap of our own loop above this: we slept, so the engine's silence proves nothing
 _ASK_S = 0.2
 _LOST_WAIT_S = 2.0
@@ -104,12 +106,15 @@ class EngineClient:
         self._condition = threading.Condition()  # guards what start waits for
         self._hello: EngineHello | None = None
         self._failure: EngineError | None = None
-        self._phase = "starting"
+        self._crash: CrashReport | None = None
+        self._phase, self._phase_ns = "starting", time.monotonic_ns()
         self._heartbeat_ns = self._checked_ns = 0
         self._io_ended = False
+        self._start_by_s = math.inf
         self._stop_at_s: float | None = None
+        self._ask = True  # it to end, before it is killed
         self._ended_clean = True
-        self._pid: int | None = None
+        self._host: Host | None = None
         self._wake: Wake | None = None
         self._thread: threading.Thread | None = None
 
@@ -127,6 +132,7 @@ class EngineClient:
         """
         if self._thread is not None or self._stop_at_s is not None:
             raise EngineError("start was called before", do="A restart is a new EngineClient.")
+        self._start_by_s = time.monotonic() + self._start_timeout_s
         self._wake = Wake()
         self._thread = threading.Thread(target=self._run, args=(self._wake,), name="phyai-engine-io", daemon=True)
         self._thread.start()
@@ -137,7 +143,8 @@ class EngineClient:
             raise
 
     def _await_ready(self, progress: Callable[[str], None] | None, give_up: Callable[[], bool]) -> EngineHello:
-        deadline_s = time.monotonic() + self._start_timeout_s
+        # The I/O thread keeps the bound, and reports what the engine said; this one is for the I/O thread itself.
+        deadline_s = self._start_by_s + _JOIN_MARGIN_S
         told = ""
         while True:
             with self._condition:
@@ -149,16 +156,19 @@ class EngineClient:
             if hello is not None:
                 return hello
             if time.monotonic() >= deadline_s:
-                raise EngineTimeoutError(
-                    "the engine did not become ready",
-                    got=f"still {phase}",
-                    wanted=f"within {self._start_timeout_s} s",
-                )
+                raise self._not_ready()
             if give_up():
                 raise EngineError("the start of the engine was interrupted", got=f"still {phase}")
             if progress is not None and phase != told:
                 progress(phase)
             told = phase
+
+    def _not_ready(self) -> EngineError:
+        return EngineTimeoutError(
+            "the engine did not become ready",
+            got=f"still {self._phase}",
+            wanted=f"within {self._start_timeout_s} s",
+        )
 
     def submit(self, request: Request) -> None:
         """Have a request answered; one that still waits for the engine is replaced."""
@@ -189,29 +199,42 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """Process the engine runs in; None before ``start``."""
-        return self._pid
+        return None if self._host is None else self._host.pid
+
+    @property
+    def crash(self) -> CrashReport | None:
+        """How the engine was lost; None as long as it was not. Its last lines may grow until it was ended."""
+        return self._crash
 
     @property
     def counters(self) -> dict[str, int]:
         """How requests ended and what was dropped, by name."""
-        return self._requests.counters
+        counters = self._requests.counters
+        if self._host is not None and (dropped := self._host.dropped_bytes):
+            counters["log_bytes_dropped"] = dropped
+        return counters
 
-    def stop(self, timeout_s: float = 2.0) -> bool:
+    def stop(self, timeout_s: float = 2.0, *, ask: bool = True) -> bool:
         """End the engine: cancel, ask, and after half of ``timeout_s`` SIGKILL. Idempotent.
 
+        :param ask: False kills at once.
         :returns: True when nothing of it is left; False for a thread placement whose model hangs, or a child
             that the kernel could not end within the bound.
         """
         with self._condition:
             if self._stop_at_s is None:
-                self._stop_at_s = time.monotonic() + timeout_s
+                self._stop_at_s, self._ask = time.monotonic() + timeout_s, ask
             self._condition.notify_all()
         self._nudge()
         if self._thread is None:
             self._requests.close(CancelledError("the client was stopped"), lost=False)
             return True
         self._thread.join(timeout_s + _JOIN_MARGIN_S)
-        return not self._thread.is_alive() and self._ended_clean
+        if self._thread.is_alive():
+            return False
+        if not self._ended_clean and self._host is not None:
+            self._ended_clean = self._host.wait(0.0)  # it may have ended since
+        return self._ended_clean
 
     def _nudge(self) -> None:
         if self._wake is not None:
@@ -229,12 +252,11 @@ class EngineClient:
         try:
             socket = context.socket(zmq.DEALER)
             prepare(socket)
-            host = self._open_host(context)
-            self._pid = host.pid
+            self._host = host = self._open_host(context)
             socket.connect(host.endpoint)
             self._loop(host, socket, wake)
         except EngineError as error:
-            self._fail(error)
+            self._fail(self._reported(error))
         except BaseException as error:  # whatever it is, the node must learn that the engine is gone
             _log.exception("the engine client failed")
             self._fail(EngineError(f"the engine client failed: {type(error).__name__}: {error}"))
@@ -253,9 +275,8 @@ class EngineClient:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
-        output = host.fileno()
-        if output >= 0:
-            poller.register(output, zmq.POLLIN)
+        if (ended := host.fileno()) >= 0:
+            poller.register(ended, zmq.POLLIN)
         self._send(
             socket,
             Hello(
@@ -269,14 +290,11 @@ class EngineClient:
         while self._stop_at_s is None:
             poller.poll(int(HEARTBEAT_S * 1e3))
             wake.clear()
-            while (frames := receive(socket)) is not None:
+            for frames in received(socket):
                 self._on_frames(host, frames)
             self._flush(socket)
             self._announce()
             host.pump()
-            if output >= 0 and host.fileno() < 0:
-                poller.unregister(output)
-                output = -1
             self._check_engine(host)
 
     def _on_frames(self, host: Host, frames: list[memoryview]) -> None:
@@ -305,7 +323,7 @@ class EngineClient:
     def _on_phase(self, phase: str) -> None:
         if phase != self._phase:
             with self._condition:
-                self._phase = phase
+                self._phase, self._phase_ns = phase, time.monotonic_ns()
                 self._condition.notify_all()
 
     def _on_hello(self, reply: HelloReply) -> None:
@@ -350,25 +368,38 @@ class EngineClient:
 
     def _check_engine(self, host: Host) -> None:
         if (cause := host.exit_cause()) is not None:
-            tail = host.tail()
-            raise EngineDiedError(
-                "the engine ended",
-                got=cause,
-                where=f"pid {host.pid}",
-                do=f"Its last lines:\n{tail}" if tail else "It wrote nothing.",
-            )
+            raise EngineDiedError("the engine ended", got=cause)
         now_ns = time.monotonic_ns()
         stalled, self._checked_ns = now_ns - self._checked_ns > _STALL_S * 1e9, now_ns
         if stalled and self._heartbeat_ns:
             self._heartbeat_ns = now_ns
+        if self._hello is None:
+            if time.monotonic() > self._start_by_s:
+                raise self._not_ready()
+            return
         age_s = self.last_heartbeat_age_s()
-        if self._hello is not None and age_s > self._heartbeat_timeout_s:
+        if age_s > self._heartbeat_timeout_s:
+            state = f", its process {state}" if (state := host.state()) else ""
             raise EngineTimeoutError(
                 "no heartbeat from the engine",
-                got=f"{age_s:.2f} s of silence",
+                got=f"{age_s:.2f} s of silence{state}",
                 wanted=f"at most {self._heartbeat_timeout_s} s",
-                where=f"pid {host.pid}",
             )
+
+    def _reported(self, error: EngineError) -> EngineError:
+        """The error, and the report kept, of an engine that is lost rather than one that refused."""
+        host = self._host
+        if host is None or not isinstance(error, (EngineDiedError, EngineTimeoutError)):
+            return error
+        running = self._requests.running()
+        # The heartbeat's word may be a period old; once it is ready the requests tell exactly.
+        phase = "busy" if running else "idle" if self._hello is not None else self._phase
+        epoch, chunk_id, ran_s = running or (0, 0, (time.monotonic_ns() - self._phase_ns) / 1e9)
+        self._crash = crash = CrashReport(
+            str(error.got or error.what), host.pid, phase, ran_s, epoch, chunk_id, host.tail()
+        )
+        where = f"pid {crash.pid}, {crash.ran}"
+        return type(error)(error.what, got=error.got, wanted=error.wanted, where=where, do=crash.said)
 
     def _fail(self, error: EngineError) -> None:
         # Told before the engine is ended: that may take seconds, and the node has to stop the robot now.
@@ -391,7 +422,7 @@ class EngineClient:
             self._ended_clean = self._end_host(host)
         if socket is not None:
             socket.close(linger=0)
-        if host is None or self._ended_clean or host.exit_cause() is not None:
+        if self._placement == "process" or host is None or host.exit_cause() is not None:
             context.term()  # would wait for ever for a worker thread that still has its socket
         with self._condition:
             if self._hello is None and self._failure is None:
@@ -399,16 +430,12 @@ class EngineClient:
             self._condition.notify_all()
 
     def _end_host(self, host: Host) -> bool:
-        now_s = time.monotonic()
-        stop_at_s = now_s + _LOST_WAIT_S if self._stop_at_s is None else self._stop_at_s
-        if self._failure is not None:
-            host.kill()  # it had its chance; memory it holds is wanted by the next one
-        ask_until_s = now_s + (stop_at_s - now_s) / 2
-        while host.exit_cause() is None and time.monotonic() < ask_until_s:
-            host.wait(_END_POLL_S)
-            host.pump()
-        host.kill()
-        ended = host.wait(max(_END_POLL_S, stop_at_s - time.monotonic()))
+        until_s = time.monotonic() + _LOST_WAIT_S if self._stop_at_s is None else self._stop_at_s
+        # A lost one had its chance, and the memory it holds is wanted by the next one.
+        lost = self._crash is not None
+        ended = end(host, until_s, ask=self._ask and not lost, trace=lost or self._phase == "busy")
+        if self._crash is not None:
+            self._crash = replace(self._crash, last_lines=host.tail())
         host.close()
         return ended
 

@@ -127,6 +127,11 @@ class Compute:
             request = self._current and self._current.request
             return (self._phase, request.epoch, request.chunk_id) if request else (self._phase, 0, 0)
 
+    @property
+    def died(self) -> bool:
+        """True when the thread ended by itself: nothing will be posted any more."""
+        return self._thread is not None and not self._thread.is_alive() and not self._stopping
+
     def stop(self, timeout_s: float) -> bool:
         """Cancel what runs and join; False when the thread is still inside the policy."""
         with self._condition:

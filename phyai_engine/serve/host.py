@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -21,12 +19,15 @@ from typing import Protocol
 import zmq
 
 from phyai_engine.errors import EngineError
+from phyai_engine.serve.output import ChildOutput
 
-TAIL_LINES = 50
-_LINE_BYTES = 4096  # at most PIPE_BUF: what select calls writable takes that much without blocking
-_BURST_BYTES = 1 << 16
-_STDERR_FD = 2
+TRACE_SIGNAL = signal.SIGUSR1
+"""Has a worker process write where its threads are, whatever they hold."""
+
+_TRACE_S = 0.3  # on a busy host; nothing waits for it but the end of an engine that is lost anyway
+_POLL_S = 0.02
 _STALE_S = 60.0  # far above the time between making a folder and connecting
+_STATES = {"R": "running", "S": "asleep", "D": "in the kernel", "T": "stopped", "t": "stopped"}
 
 
 class Host(Protocol):
@@ -36,11 +37,11 @@ class Host(Protocol):
     pid: int
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when :meth:`pump` has work, -1 when there is none."""
+        """Descriptor that becomes readable when the worker ends, -1 when there is none."""
         ...
 
     def pump(self) -> None:
-        """Move the worker's output on."""
+        """Move the worker's output on; to be called at least every ``output.PERIOD_S``."""
         ...
 
     def connected(self) -> None:
@@ -51,8 +52,21 @@ class Host(Protocol):
         """None while the worker runs, else how it ended."""
         ...
 
-    def tail(self) -> str:
+    def state(self) -> str:
+        """What the system says the worker does; "" where it does not tell."""
+        ...
+
+    def tail(self) -> tuple[str, ...]:
         """The last lines that the worker wrote."""
+        ...
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Output that was neither forwarded nor kept."""
+        ...
+
+    def trace(self) -> bool:
+        """Have the worker write where its threads are; False where it cannot."""
         ...
 
     def kill(self) -> None:
@@ -101,9 +115,6 @@ main()
                 do="Set TMPDIR to a shorter folder.",
             )
         self.endpoint = f"ipc://{path}"
-        self._lines: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        self._partial = b""
-        self._dropped_lines = 0
         root = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-X", "faulthandler", "-u", "-c", self._BOOT, root]
         command += ["--endpoint", self.endpoint, "--parent-pid", str(os.getpid()), "--threads", str(threads)]
@@ -112,50 +123,30 @@ main()
                 command,
                 stdin=subprocess.PIPE,  # its end of file tells the child that we are gone
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is ours: we stop the robot first, then the child
             )
         except OSError as error:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise EngineError(f"cannot start the engine process: {error}", where=sys.executable) from None
         self.pid = self._process.pid
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._output = self._process.stdin, self._process.stdout
-        os.set_blocking(self._output.fileno(), False)
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._stdin, self._output = stdin, ChildOutput([stdout, stderr])
+        try:
+            self._ended_fd = os.pidfd_open(self.pid)
+        except (OSError, AttributeError):  # a kernel before 5.3, or not Linux: the heartbeat's period bounds it then
+            self._ended_fd = -1
 
     def fileno(self) -> int:
-        """The child's output."""
-        return -1 if self._output.closed else self._output.fileno()
+        """The process."""
+        return self._ended_fd
 
     def pump(self) -> None:
-        """Read what the child wrote, keep the last lines, forward them; never blocks on either side."""
-        if self._output.closed:
-            return
-        try:
-            burst = os.read(self._output.fileno(), _BURST_BYTES)
-        except BlockingIOError:
-            return
-        if not burst:
-            self._output.close()
-        *lines, self._partial = (self._partial + burst).replace(b"\r", b"\n").split(b"\n")
-        if len(self._partial) > _LINE_BYTES or (not burst and self._partial):
-            lines.append(self._partial)
-            self._partial = b""
-        for line in lines:
-            self._forward(line[: _LINE_BYTES - 1])
-
-    def _forward(self, line: bytes) -> None:
-        if not line.strip():
-            return
-        self._lines.append(line.decode(errors="replace"))
-        # A stuck reader of our stderr must stop neither the client nor, through it, the child: drop the line
-        # then.
-        with contextlib.suppress(OSError, ValueError):
-            if select.select([], [_STDERR_FD], [], 0)[1]:
-                os.write(_STDERR_FD, line + b"\n")
-                return
-        self._dropped_lines += 1
+        """Keep the last lines and forward the rest; never blocks on either side."""
+        self._output.pump()
 
     def connected(self) -> None:
         """Remove the folder: the connection outlives its name, and so nothing is left whatever ends us."""
@@ -172,16 +163,29 @@ main()
             return f"killed by {signal.Signals(-code).name}"
         return f"killed by signal {-code}"
 
-    def tail(self) -> str:
-        """The last lines, and how many could not be forwarded."""
-        for _ in range(TAIL_LINES):  # bounded: a grandchild may hold the pipe open and write for ever
-            if self._output.closed or not select.select([self._output], [], [], 0)[0]:
-                break
-            self.pump()
-        lines = list(self._lines)
-        if self._dropped_lines:
-            lines.append(f"({self._dropped_lines} lines were not forwarded: stderr was not writable)")
-        return "\n".join(lines)
+    def state(self) -> str:
+        """Running, asleep, stopped, or in the kernel."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return _STATES.get(stat.rpartition(") ")[2][:1], "")
+
+    def tail(self) -> tuple[str, ...]:
+        """The last lines."""
+        return self._output.lines()
+
+    @property
+    def dropped_bytes(self) -> int:
+        """What was more than may be forwarded."""
+        return self._output.dropped_bytes
+
+    def trace(self) -> bool:
+        """See TRACE_SIGNAL; a stopped process would only write it when it goes on."""
+        if self.exit_cause() is not None or self.state() == "stopped":
+            return False
+        self._process.send_signal(TRACE_SIGNAL)
+        return True
 
     def kill(self) -> None:
         """SIGKILL; also reaches a stopped process."""
@@ -196,10 +200,13 @@ main()
         return True
 
     def close(self) -> None:
-        """Close the pipes and remove the folder."""
+        """Close descriptors and remove the folder. Idempotent."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         self._output.close()
+        if self._ended_fd >= 0:
+            os.close(self._ended_fd)
+            self._ended_fd = -1
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -245,11 +252,11 @@ class ThreadHost:
         try:
             self._clean = self._serve(self.endpoint)
             self._cause = "ended"
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: a thread that ended must not look alive
             self._cause = f"{type(error).__name__}: {error}"
 
     def fileno(self) -> int:
-        """Nothing to pump."""
+        """None: a thread has none."""
         return -1
 
     def pump(self) -> None:
@@ -262,9 +269,22 @@ class ThreadHost:
         """How the thread ended."""
         return self._cause
 
-    def tail(self) -> str:
-        """Nothing was captured."""
+    def state(self) -> str:
+        """Not asked: it is this process."""
         return ""
+
+    def tail(self) -> tuple[str, ...]:
+        """Nothing was captured."""
+        return ()
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Nothing was captured."""
+        return 0
+
+    def trace(self) -> bool:
+        """Not asked: it is this process."""
+        return False
 
     def kill(self) -> None:
         """Not possible for a thread."""
@@ -276,3 +296,19 @@ class ThreadHost:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def end(host: Host, until_s: float, *, ask: bool, trace: bool) -> bool:
+    """Wait for a worker that was told to end; kill it at half of the time, or at once unless ``ask``.
+
+    :param until_s: monotonic time up to which this may take.
+    :param trace: have one that is killed at once say first what holds it.
+    :returns: True when nothing of it is left.
+    """
+    now_s = time.monotonic()
+    patience_s = (until_s - now_s) / 2 if ask else _TRACE_S if trace and host.trace() else 0.0
+    while host.exit_cause() is None and time.monotonic() < now_s + patience_s:
+        host.wait(_POLL_S)
+        host.pump()
+    host.kill()
+    return host.wait(max(_POLL_S, until_s - time.monotonic()))

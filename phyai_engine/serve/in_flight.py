@@ -170,6 +170,12 @@ class InFlight:
             self._events.clear()
             return [self._recheck(event) for event in events]
 
+    def running(self) -> tuple[int, int, float] | None:
+        """Epoch and chunk_id of what the engine has, cancelled or not, and the seconds since it was sent."""
+        with self._lock:
+            flight = self._flight
+            return None if flight is None else (*flight.ids, (time.monotonic_ns() - flight.sent_ns) / 1e9)
+
     def take_announcement(self) -> bool:
         """True once after events were queued."""
         with self._lock:

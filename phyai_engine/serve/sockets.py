@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket as stdlib_socket
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
 
 from phyai_engine.serve.protocol import MAX_FRAME_BYTES, MAX_FRAMES
+
+_BURST = 64  # messages; a sound peer has a handful on the way
 
 
 def prepare(socket: zmq.Socket[bytes]) -> None:
@@ -18,10 +21,19 @@ def prepare(socket: zmq.Socket[bytes]) -> None:
     # No high-water mark: a ROUTER drops silently at it, and what queues for a stalled peer is only heartbeats
     # (tens of bytes each) and at most one reply.
     socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, _BURST)  # what a peer that floods may have waiting in our memory
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
-    """The frames of one message without copying them, or None when there is none now."""
+def received(socket: zmq.Socket[bytes]) -> Iterator[list[memoryview]]:
+    """The messages that have come, as frames that were not copied; bounded, so that a peer that floods gets no more
+    than its turn."""
+    for _ in range(_BURST):
+        if (frames := _receive(socket)) is None:
+            return
+        yield frames
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
     try:
         frame: Any = socket.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:

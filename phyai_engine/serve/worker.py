@@ -11,6 +11,7 @@ import argparse
 import collections
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ import zmq
 
 from phyai_engine import __version__, config
 from phyai_engine.config import ModelConfig, RobotConfig
-from phyai_engine.errors import PhyaiError, ProtocolError
+from phyai_engine.errors import EngineError, PhyaiError, ProtocolError
 from phyai_engine.robot_check import check_robot
 from phyai_engine.serve.compute import Compute, Load, Ready, Work, load_policy_lazily
+from phyai_engine.serve.host import TRACE_SIGNAL
 from phyai_engine.serve.protocol import (
     HEARTBEAT_S,
     Array,
@@ -47,11 +50,12 @@ from phyai_engine.serve.protocol import (
     encode,
     request_from_wire,
 )
-from phyai_engine.serve.sockets import Wake, prepare, receive
+from phyai_engine.serve.sockets import Wake, prepare, received
 from phyai_engine.types import Chunk
 
 _JOIN_S = 0.4  # below half of the client's default stop bound
 _PR_SET_PDEATHSIG = 1
+_OOM_SCORE = 500  # of 1000
 _log = logging.getLogger(__name__)
 
 
@@ -105,11 +109,15 @@ class _Worker:
         while self._running:
             poller.poll(max(0, math.ceil((beat_s - time.monotonic()) * 1e3)))
             self._wake.clear()
-            while (frames := receive(self._socket)) is not None:
+            # Asked before the outcomes are taken: its last words may be among them.
+            died = self._compute is not None and self._compute.died
+            for frames in received(self._socket):
                 self._on_frames(bytes(frames[0]), frames[1:])
             # After receiving: a cancel that has arrived is honoured by every answer sent from here on.
             while self._outcomes:
                 self._on_outcome(self._outcomes.popleft())
+            if died and self._compute is not None:
+                raise EngineError("the compute thread ended", do="What it raised is in the log, memory permitting.")
             if time.monotonic() >= beat_s:
                 self._beat()
                 beat_s = time.monotonic() + HEARTBEAT_S
@@ -256,17 +264,33 @@ def _die_with(parent_pid: int, endpoint: str) -> None:
     threading.Thread(target=watch, name="phyai-parent", daemon=True).start()
 
 
+def _first_victim() -> None:
+    """When memory runs out, the kernel is to end this process and not the one that stops the robot."""
+    score = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):  # not Linux
+        score.write_text(str(max(_OOM_SCORE, int(score.read_text(encoding="ascii")))), encoding="ascii")
+
+
 def main() -> None:
     """Entry point of the child process that :class:`phyai_engine.serve.host.ProcessHost` starts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    faulthandler.register(TRACE_SIGNAL)  # in C: also while something holds the interpreter lock
     parser = argparse.ArgumentParser(prog="phyai-engine")
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    _first_victim()
     _die_with(arguments.parent_pid, arguments.endpoint)
-    ended = serve(arguments.endpoint, threads=arguments.threads)
-    if not ended:
+    # Finalising the interpreter under a thread that is inside torch aborts the process: then it is left as it is.
+    try:
+        if serve(arguments.endpoint, threads=arguments.threads):
+            return
         _log.warning("the inference did not end within %.1f s; leaving without it", _JOIN_S)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
-        os._exit(0)  # finalising the interpreter under a thread that is inside torch aborts the process
+    os._exit(code)

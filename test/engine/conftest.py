@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+
+from phyai_engine.config import ActionEntry, RobotConfig, StateEntry
+from phyai_engine.robot_check import check_robot
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +18,29 @@ def one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_robot() -> Callable[..., RobotConfig]:
+    """Makes checked robots of equal joints j0, j1, ...; the last one of a velocity or delta robot is absolute."""
+
+    def make(
+        kind: Any = "joint_position", joints: int = 2, *, dt_s: float = 0.02, robot: Any = None, **limits: Any
+    ) -> RobotConfig:
+        names = [f"j{i}" for i in range(joints)]
+        entry = {"lower": -2.0, "upper": 2.0, "velocity_max": 2.0, "acceleration_max": 5.0, **limits}
+        made = RobotConfig(
+            robot_id="r",
+            action_type=kind,
+            dt_s=dt_s,
+            state=tuple(StateEntry(name=n) for n in names),
+            actions=tuple(
+                ActionEntry(name=n, state=n, absolute=kind != "joint_position" and i == joints - 1, **entry)
+                for i, n in enumerate(names)
+            ),
+            **{"first_step_max": 0.2, "seam_jump_max": 0.1, **(robot or {})},
+        )
+        check_robot(made, where="r.yaml")
+        return made
+
+    return make

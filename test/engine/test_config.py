@@ -141,7 +141,13 @@ def test_numbers_are_finite(key: str, at: str, changes: Any, value: float) -> No
         robot(**changes(value))
 
 
-@pytest.mark.parametrize("key", ["lower", "upper", "velocity_max", "acceleration_max"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("lower", "upper", "velocity_max", "acceleration_max", "jerk_max"),
+        *("command_acceleration_max", "command_jerk_max"),
+    ],
+)
 def test_a_limit_may_be_infinite_but_is_a_number(key: str) -> None:
     endless = {**JOINT, key: -INF if key == "lower" else INF}
     assert getattr(robot(actions=[endless]).actions[0], key) == endless[key]
@@ -160,6 +166,18 @@ def test_a_limit_may_be_infinite_but_is_a_number(key: str) -> None:
         ({"actions": [{**JOINT, "state": "x"}]}, "unknown state entry, got x, wanted one of j"),
         ({"actions": [{**JOINT, "state": ""}]}, "needs the state entry it drives"),
         ({"actions": [{**JOINT, "acceleration_max": None}]}, "acceleration_max is missing"),
+        ({"actions": [JOINT], "first_step": "ramp", "first_step_max": 0.1}, r"ramp needs .*no velocity_max: \['j'\]"),
+        ({"actions": [{**JOINT, "velocity_max": 1.0}], "first_step": "ramp"}, "ramp needs .*first_step_max None"),
+        ({"action_type": "joint_velocity", "stop": "hold_measured"}, "hold_measured needs joint positions"),
+        ({"stop": "torque_off"}, "Invalid enum value 'torque_off'"),
+        (
+            {"action_type": "cartesian_delta", "actions": [{**JOINT, "command_jerk_max": 1.0}]},
+            "deltas have no command_acceleration_max",
+        ),
+        (
+            {"workspace": {"state": ["j"], "actions": ["j"], "metres_per_unit": 1.0, "lower": [0.0], "upper": [1.0]}},
+            r"a workspace needs cartesian_delta, got joint_position, at r.yaml: \$.workspace",
+        ),
         (
             {"cameras": [{"name": "c", "topic": "c", "role": "c", "max_age_s": 0.01}]},
             r"max_age_s is below tolerance_s, got 0.01, wanted >= 0.05, at .*cameras\[0\] \(c\)",

@@ -164,6 +164,42 @@ def test_the_second_run_never_returns() -> None:
     assert caught.value.stdout == b"0\n"
 
 
+def test_it_holds_the_interpreter_lock() -> None:
+    model = FakeModel(FakeOptions(action_dim=5, gil_hold_s=0.3))
+    ended, turns = threading.Event(), []
+    other = threading.Thread(target=lambda: [turns.append(time.monotonic()) for _ in iter(ended.is_set, True)])
+    other.start()
+    model.prefix({"anchor": POSITIONS[None]})
+    ended.set()
+    other.join(5.0)
+    assert max(np.diff(turns)) > 0.25
+
+
+def test_it_floods_both_streams() -> None:
+    ended = in_a_process("flood_log_mb=1, grace_runs=1", 30)
+    assert ended.stderr.count("floods its log") == ended.stdout.count("floods its log") == 2 * (1_000_000 // 128)
+
+
+def test_it_runs_out_of_memory_and_goes_on_with_little() -> None:
+    code = """
+import numpy as np
+from phyai_engine.models.fake import FakeModel, FakeOptions
+model = FakeModel(FakeOptions(action_dim=2, oom_on_request=2))
+for _ in range(3):
+    try:
+        model.prefix({"anchor": np.zeros((1, 2), np.float32)})
+        print("ran")
+    except MemoryError:
+        print("no memory")
+try:
+    bytearray(64 << 20)
+except MemoryError:
+    print("never much again")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout.splitlines() == ["ran", "no memory", "ran", "never much again"]
+
+
 # --- options ---
 
 

@@ -14,8 +14,9 @@ import pytest
 from phyai_engine.config import ActionEntry, RobotConfig, StateEntry
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Accepted, HandoffSettings
-from phyai_engine.safety import Safety, StopPlan
+from phyai_engine.safety import Safety
 from phyai_engine.serve.client import Answered, Event
+from phyai_engine.stop import StopPlan
 from phyai_engine.timing import Timing
 from phyai_engine.types import (
     F64,

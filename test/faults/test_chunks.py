@@ -263,7 +263,7 @@ def test_an_answer_after_the_timeout_is_never_taken_for_the_next(bench: Make) ->
     loop.start()
     loop.tick(30)
     late = loop.engine.requests[-1]
-    assert loop.player.safety.cause is AbortCause.ENGINE_LOST
+    assert loop.player.safety.cause is AbortCause.INFERENCE_DEADLINE
     assert "not answered within 0.3 s" in loop.player.safety.text
     loop.answer(loop.ramp(0.5, np.full(2, 0.08)), late)
     loop.state = np.array(loop.commands[-1].values)

@@ -21,8 +21,8 @@ from trajectory_msgs.msg import JointTrajectory
 
 from phyai_engine.config import load_robot, resolve
 from phyai_engine.handoff import Accepted
-from phyai_engine.safety import StopPlanner
 from phyai_engine.sim.arm_robot import ArmRobot
+from phyai_engine.stop import StopPlanner
 from phyai_engine.types import Chunk, CommandKind, Refusal, SafetyState, StageTimings
 from phyai_ros.convert import stamp_ns, to_stamp
 from phyai_ros.outputs import StepsOutput, TrajectoryOutput

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 LOG = Path(__file__).resolve().parents[2] / "LOG.md"
@@ -43,30 +44,32 @@ def fake_model(**options: float) -> str:
 
 def conclude(title: str, rows: Sequence[tuple[str, str, bool | None]], *, log: bool) -> int:
     """Print what was measured; (what, figure, held or None where nothing is claimed). Returns the exit code."""
-    table = Table(title=title)
-    for column in ("what", "measured", "held"):
-        table.add_column(column)
-    for what, figure, held in rows:
-        table.add_row(what, figure, {True: "yes", False: "NO", None: ""}[held])
-    Console().print(table)
-    if log:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            cwd=LOG.parent,
-            check=False,
-        ).stdout.strip()
-        lines = [
-            f"\n### {datetime.date.today()} {title}",
-            f"`{' '.join(['python', *sys.argv])}` at {commit}; {host()}\n",
-            "| what | measured | held |",
-            "|---|---|---|",
-            *(_markdown(w, f, "" if h is None else "yes" if h else "NO") for w, f, h in rows),
-        ]
-        with LOG.open("a", encoding="utf-8") as stream:
-            stream.write("\n".join(lines) + "\n")
+    words = {True: "yes", False: "NO", None: ""}
+    show(title, ("what", "measured", "held"), [(w, f, words[h]) for w, f, h in rows], log=log)
     return 0 if all(held is not False for _, _, held in rows) else 1
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, log: bool) -> None:
+    """Print a table; append it to LOG.md if asked."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if not log:
+        return
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=LOG.parent, check=False).stdout.strip()
+    lines = [
+        f"\n### {datetime.date.today()} {title}",
+        f"`{' '.join(['python', *sys.argv])}` at {commit}; {host()}\n",
+        _markdown(*columns),
+        "|---" * len(columns) + "|",
+        *(_markdown(*row) for row in rows),
+    ]
+    with LOG.open("a", encoding="utf-8") as stream:
+        stream.write("\n".join(lines) + "\n")
 
 
 def _markdown(*cells: str) -> str:

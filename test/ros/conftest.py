@@ -6,6 +6,7 @@ Every rig has a ROS domain of its own, so that tests do not hear one another. Tw
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import os
 import socket
@@ -20,7 +21,7 @@ import yaml
 
 rclpy = pytest.importorskip("rclpy", reason="ROS 2 is not on the path: run `make test`")
 
-from diagnostic_msgs.msg import DiagnosticArray  # noqa: E402
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus  # noqa: E402
 from phyai_policy.msg import ActionChunk, ActionStep, ChunkTiming, PolicyStatus  # noqa: E402
 from rclpy.context import Context  # noqa: E402
 from rclpy.executors import SingleThreadedExecutor  # noqa: E402
@@ -30,11 +31,12 @@ from rclpy.parameter import Parameter  # noqa: E402
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy  # noqa: E402
 from rclpy.signals import SignalHandlerOptions  # noqa: E402
 from sensor_msgs.msg import Image, JointState  # noqa: E402
+from std_msgs.msg import String  # noqa: E402
 from std_srvs.srv import Trigger  # noqa: E402
 from trajectory_msgs.msg import JointTrajectory  # noqa: E402
 
 from phyai_engine.config import RobotConfig, load_robot, resolve  # noqa: E402
-from phyai_engine.types import CommandKind, SafetyState  # noqa: E402
+from phyai_engine.types import AbortCause, CommandKind, SafetyState  # noqa: E402
 from phyai_ros.policy_node import PolicyNode  # noqa: E402
 
 LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
@@ -205,6 +207,45 @@ class Rig:
         self.until(future.done, seconds)
         self.peer.destroy_client(client)
         return future.result()
+
+    def told(self, cause: AbortCause) -> None:
+        """Wait for the latch, told in PolicyStatus and /diagnostics with its code; it stays although all is well."""
+        self.until(lambda: self.safety is SafetyState.LATCHED)
+        self.until(lambda: self.status.safety_state == PolicyStatus.SAFETY_LATCHED)
+        assert (self.status.abort_cause, self.status.stop_cause) == (cause, cause)
+        assert self.status.abort_text
+        words = f"abort latched ({cause.name.lower()})"
+        self.until(lambda: any(words in a.status[0].message for a in self.diagnostics))
+        last = [a.status[0] for a in self.diagnostics if words in a.status[0].message][-1]
+        assert last.level == DiagnosticStatus.ERROR
+        self.spin(0.1)  # a player elsewhere hears of it
+        epoch, count = self.epoch, len(self.steps)
+        self.spin(0.2)
+        assert self.epoch == epoch
+        assert set(self.kinds()[count:]) <= {CommandKind.STOP}
+
+    def resumed(self) -> None:
+        """Re-arm, and wait until the robot moves again."""
+        self.until(lambda: self.call("rearm").success)
+        assert self.status.stop_cause == PolicyStatus.ABORT_NONE
+        self.until(lambda: self.safety is SafetyState.RUNNING)
+
+    def block(self, seconds: float, *, lock: Any = None) -> float:
+        """A callback on the executor thread that does not return for so long; when it began, in wall-clock seconds."""
+        began: list[float] = []
+
+        def stuck(message: String) -> None:
+            began.append(time.time())
+            with lock or contextlib.nullcontext():
+                time.sleep(seconds)
+
+        subscription = self.peer.create_subscription(String, "stuck", stuck, 1)
+        publisher = self.peer.create_publisher(String, "stuck", 1)
+        self.until(lambda: publisher.get_subscription_count() == 1)
+        publisher.publish(String())
+        self.until(lambda: bool(began))
+        self.peer.destroy_subscription(subscription)
+        return began[0]
 
     @property
     def safety(self) -> SafetyState:

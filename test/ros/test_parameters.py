@@ -13,7 +13,16 @@ import yaml
 
 from phyai_engine.errors import ConfigError
 from phyai_ros import parameters
-from phyai_ros.parameters import NAMES, TABLE, NodeParameters, check_file, check_value, unknown_name, validate
+from phyai_ros.parameters import (
+    NAMES,
+    PLAYER_TABLE,
+    TABLE,
+    NodeParameters,
+    check_file,
+    check_value,
+    unknown_name,
+    validate,
+)
 
 PROFILES = sorted((Path(__file__).resolve().parents[2] / "config" / "profiles").glob("*.yaml"))
 ROWS = {row.name: row for row in TABLE}
@@ -104,6 +113,10 @@ def test_the_execution_horizon_that_fits_a_chunk_of_50(given: dict[str, Any], st
         ({"execution_horizon": 51}, "execution_horizon is longer than a chunk, got 51, wanted <= 50"),
         ({"execution_horizon": 49, "delay_init_steps": 2}, r"longer than a chunk, got 49 \+ 2, wanted <= 50"),
         ({"delay_init_steps": 26}, r"longer than a chunk, got 25 \+ 26, wanted <= 50"),
+        (
+            {"max_observation_age_s": 0.5},
+            r"max_observation_age_s is shorter than .*, got 0.5, wanted > 0.500 \(25 steps\)",
+        ),
         (
             {"execution_horizon": 1, "delay_init_steps": 2},
             "delay_init_steps is above execution_horizon, got 2, wanted <= 1",
@@ -320,3 +333,15 @@ def test_shipped_files_reach_a_node_in_any_namespace(nodes: Nodes, path: Path, n
     assert {name: getattr(read, name) for name in given} == given
     overrides = {name for name in NAMES if name in node._parameter_overrides}
     assert overrides == {*content, "robot", "model"}
+
+
+@pytest.mark.ros
+def test_the_player_node_has_a_table_too(nodes: Nodes) -> None:
+    node = nodes.make(robot="arm7", max_tick_gap_s=0.25)
+    parameters.declare(node, PLAYER_TABLE)
+    for row in PLAYER_TABLE:
+        assert check_value(row, row.default) == ""
+        assert node.describe_parameter(row.name).description == row.text
+    assert node.get_parameter("max_tick_gap_s").value == 0.25
+    with pytest.raises(ConfigError, match=r"status_timeout_s must be at least 0.2, got 0.0"):
+        parameters.declare(nodes.make(status_timeout_s=0.0), PLAYER_TABLE)

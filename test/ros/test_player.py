@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,14 +12,17 @@ pytest.importorskip("phyai_policy", reason="the package is not built: run `make 
 
 from phyai_policy.msg import ChunkStatus
 
-from phyai_engine.config import RobotConfig, load_robot, resolve
-from phyai_engine.errors import RefusalError
+from phyai_engine.config import RobotConfig, Workspace, load_robot, resolve
+from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import HandoffSettings
+from phyai_engine.robot_check import check_robot
 from phyai_engine.safety import Safety
-from phyai_engine.types import AbortCause, Chunk, Refusal, SafetyState, Schedule, StageTimings
+from phyai_engine.sim.trajectory import Trajectory
+from phyai_engine.types import AbortCause, Chunk, CommandKind, Refusal, SafetyState, Schedule, StageTimings
 from phyai_ros import outputs
+from phyai_ros.commands import Command
 from phyai_ros.outputs import ChunksOutput, TrajectoryOutput
-from phyai_ros.player import Command, Player
+from phyai_ros.player import Player
 
 pytestmark = pytest.mark.ros
 H, DT = 20, 0.02
@@ -259,3 +263,324 @@ def test_latch_of_a_player_is_cleared_only_by_a_re_arm(arm: RobotConfig) -> None
     assert player.safety.latched
     player.follow(51, True, rearmed=True)
     assert not player.safety.latched and player.safety.epoch == 51
+
+
+# --- the stop that the robot file wants ---
+
+
+def changed(robot: RobotConfig, *, joints: dict[str, Any] | None = None, **changes: Any) -> RobotConfig:
+    """A robot file with other keys; ``joints`` in every action."""
+    actions = tuple(msgspec.structs.replace(a, **(joints or {})) for a in robot.actions)
+    made = msgspec.structs.replace(robot, actions=actions, **changes)
+    check_robot(made, where="r.yaml")
+    return made
+
+
+def started(robot: RobotConfig, measured: Any = None, rate: float = 1.0, ticks: int = 8) -> tuple[Player, Steps]:
+    """A player in the middle of a motion of joint 1."""
+    out = Steps()
+    player = Player(robot, settings(), Safety(1), out, measured or (lambda: middle(robot)))
+    player.activate()
+    give(player, 1, moving(robot, rate))
+    for _ in range(ticks):
+        player.tick()
+    return player, out
+
+
+def stops(out: Steps) -> list[Command]:
+    return [c for c in out.commands if c.kind is CommandKind.STOP]
+
+
+@pytest.mark.fault(45)
+def test_hold_measured_latches_the_measured_pose_once(arm: RobotConfig) -> None:
+    here = [middle(arm)]
+    player, out = started(changed(arm, stop="hold_measured"), lambda: here[0])
+    here[0] = middle(arm) + 0.01
+    player.abort(AbortCause.SERVICE, "")
+    latched, here[0] = here[0], middle(arm) - 0.2  # the arm sags: the target does not follow
+    player.finish_stop()
+    assert len(stops(out)) == 6 and all(c.values.tolist() == latched.tolist() for c in stops(out))
+    assert player.stop_sent == "held where measured"
+
+
+def test_hold_measured_without_a_fresh_measure_decelerates_and_says_so(arm: RobotConfig) -> None:
+    here = [middle(arm)]
+    player, out = started(changed(arm, stop="hold_measured"), lambda: here[0])
+    last = out.commands[-1]
+    here[0] = np.where(np.arange(7) == 2, np.nan, middle(arm))
+    player.abort(AbortCause.SERVICE, "")
+    player.finish_stop()
+    assert "joint_3" in player.stop_sent and "decelerating" in player.stop_sent
+    first = stops(out)[0]
+    assert 0 < first.values[0] - last.values[0] < last.rates[0] * DT and not stops(out)[-1].rates.any()
+
+
+def test_stop_publishing_publishes_nothing_and_says_who_has_to_act(arm: RobotConfig) -> None:
+    player, out = started(changed(arm, stop="stop_publishing"))
+    count = len(out.commands)
+    player.abort(AbortCause.SERVICE, "")
+    player.finish_stop()
+    for _ in range(5):
+        assert player.tick() is None
+    assert len(out.commands) == count and player.safety.state is SafetyState.LATCHED
+    assert "command timeout" in player.stop_sent
+    player.rearm(active=True)
+    assert player.stop_sent == ""
+
+
+@pytest.mark.parametrize("changes", [{"stop": "stop_publishing"}, {"first_step": "ramp"}])
+def test_a_controller_that_plays_by_itself_is_not_left_alone(arm: RobotConfig, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="output trajectory"):
+        TrajectoryOutput(changed(arm, **changes), lambda key, message: None, lambda: 0)
+
+
+def test_a_stop_in_the_middle_of_a_hold_goes_on_with_its_deceleration(arm: RobotConfig) -> None:
+    soft = changed(arm, joints={"jerk_max": 100.0, "acceleration_max": 10.0})
+    player, out = started(soft, ticks=H)
+    for _ in range(4):  # the chunk ran out: the hold decelerates
+        player.tick()
+    player.abort(AbortCause.SERVICE, "")
+    player.finish_stop()
+    rates = np.array([c.rates[0] for c in out.commands[H - 1 :]])
+    slowing = -np.diff(rates) / DT
+    assert (np.abs(np.diff(slowing)) / DT <= 100.0 + 1e-6).all() and slowing.max() > 5.0
+    assert rates[-1] == 0.0 and (slowing >= -1e-9).all()
+
+
+def test_a_hold_goes_on_with_the_deceleration_of_the_chunk(arm: RobotConfig) -> None:
+    soft = changed(arm, joints={"jerk_max": 100.0, "acceleration_max": 10.0})
+    out = Steps()
+    player = Player(soft, settings(), Safety(1), out, lambda: middle(arm))
+    player.activate()
+    rows = still(arm)
+    k = np.arange(H)
+    rows[:, 0] += DT * (1.5 * k - 0.05 * k * (k - 1) / 2)  # slows down at 2.5 rad/s^2, 0.6 rad/s are left
+    give(player, 1, rows)
+    for _ in range(H + 1):
+        player.tick()
+    before, last = out.commands[-2].rates[0], out.commands[-1].rates[0]
+    assert before - last == pytest.approx((2.5 + 100.0 * DT) * DT)
+
+
+def test_hold_measured_for_a_controller_is_one_point_at_once(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller(arm, monkeypatch)
+    here = [middle(arm)]
+    player = Player(changed(arm, stop="hold_measured"), settings(), Safety(1), controller.output, lambda: here[0])
+    player.activate()
+    give(player, 1, moving(arm))
+    controller.wait(5 * DT_NS)
+    here[0] = middle(arm) + 0.03
+    player.abort(AbortCause.SERVICE, "")
+    assert positions(controller.sent[-1]).tolist() == [here[0].tolist()]
+    assert not any(controller.sent[-1].points[0].velocities)
+
+
+def test_a_seam_into_a_slower_chunk_is_not_taken_for_a_deceleration(arm: RobotConfig) -> None:
+    soft = changed(arm, joints={"jerk_max": 100.0, "acceleration_max": 10.0})
+    player, out = started(soft)
+    at = out.commands[-1].values
+    rows = still(arm) - middle(arm) + at
+    rows[:, 0] += 0.5 * DT * np.arange(1, H + 1)
+    give(player, 2, rows)
+    player.tick()
+    player.abort(AbortCause.SERVICE, "")
+    assert stops(out)[0].rates[0] == pytest.approx(0.5 - 100.0 * DT * DT)  # an s-curve from no deceleration
+
+
+def test_the_cubic_of_a_stop_keeps_to_the_deceleration(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    give(player, 1, moving(arm))
+    controller.wait(6 * DT_NS)  # a row has just begun
+    player.abort(AbortCause.SERVICE, "")
+    stop = controller.sent[-1]
+    step, first = np.eye(7)[0], np.array(stop.points[0].velocities)
+    sent = Trajectory(
+        start_s=0.0,
+        now_s=0.0,
+        times=times(stop),
+        positions=positions(stop),
+        velocities=np.array([p.velocities for p in stop.points]),
+        before=positions(stop)[0] - DT * step,
+        before_velocity=first + 15.0 * DT * step,
+    )
+    last = times(stop)[-1]
+    t = np.arange(times(stop)[0], last, 1e-4)
+    speed = np.array([sent.sample(at)[1][0] for at in t])
+    slowing = -np.diff(speed) / 1e-4
+    middle_part = t[1:] < last - 2 * DT - 1e-9
+    assert first[0] == pytest.approx(1.0 - 0.5 * 15.0 * DT) and middle_part.sum() > 100
+    assert (slowing[middle_part] <= 15.0 * (1 + 1e-3)).all() and (slowing[middle_part] >= 15.0 * (1 - 1e-3)).all()
+    assert (np.abs(slowing) <= 30.0 * (1 + 1e-3)).all() and speed[-1] == pytest.approx(0.0, abs=1e-2)
+
+
+def test_a_trajectory_stop_in_the_first_row_of_a_chunk_takes_no_jump_for_motion(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    give(player, 1, still(arm))
+    controller.wait(5 * DT_NS)
+    player.catch_up()
+    give(player, 2, still(arm) + 0.14)  # within seam_jump_max
+    controller.wait(DT_NS)
+    player.abort(AbortCause.SERVICE, "")
+    assert np.abs(positions(controller.sent[-1]) - middle(arm) - 0.14).max() < 1e-9
+
+
+# --- what is refused before it plays ---
+
+
+def test_a_chunk_from_which_no_stop_stays_within_the_limits_is_refused_whole(arm: RobotConfig) -> None:
+    player, out = started(arm, ticks=2)
+    rows = still(arm)
+    rows[:, 0] = arm.actions[0].upper - 0.001 - 2.0 * DT * np.arange(H)[::-1]  # 2 rad/s right up to the limit
+    player._value = rows[0]
+    playing = player.handoff.playing
+    with pytest.raises(RefusalError, match="joint_1 moves too fast to stop within its limits") as error:
+        give(player, 2, rows)
+    assert error.value.code is Refusal.OUT_OF_ENVELOPE and player.handoff.playing is playing
+    assert player.handoff.in_flight is None
+    clamping = Player(arm, settings(), Safety(1), out, lambda: rows[0], clamp=True)
+    clamping.activate()
+    rows[-1, 0] += 0.1  # clamped: whoever asks for that wants the joint to run into its limit
+    assert give(clamping, 1, rows).clamped == 1
+
+
+def test_sync_is_judged_by_the_rows_it_plays(arm: RobotConfig) -> None:
+    rows = still(arm)
+    rows[:, 0] = arm.actions[0].upper - 0.001 - 2.0 * DT * np.arange(H)[::-1]
+    for schedule, s, fits in ((Schedule.SYNC, 10, True), (Schedule.RTC, 10, False)):
+        player = Player(arm, settings(schedule, s), Safety(1), Steps(), lambda: rows[0])
+        player.activate()
+        if fits:
+            give(player, 1, rows)
+            continue
+        with pytest.raises(RefusalError, match="too fast to stop"):
+            give(player, 1, rows)
+
+
+def test_accelerations_are_checked_across_the_seam(arm: RobotConfig) -> None:
+    careful = changed(arm, joints={"command_acceleration_max": 10.0})
+    player, out = started(careful, rate=0.5, ticks=10)
+    at = out.commands[-1].values
+    rows = still(arm) - middle(arm) + at
+    with pytest.raises(RefusalError, match="joint_1 changes faster than command_acceleration_max, got -25"):
+        give(player, 2, rows)  # 0.5 rad/s to rest in one step
+    rows[:, 0] += 0.5 * DT * np.arange(1, H + 1)
+    give(player, 3, rows)
+
+
+def test_the_workspace_is_checked_from_the_measured_hand_while_the_robot_moves() -> None:
+    robot = load_robot(resolve("robots", "metaworld_sawyer"))
+    box = Workspace(state=("hand_z",), actions=("dz",), metres_per_unit=0.01, lower=(0.05,), upper=(0.5,))
+    robot = changed(robot, workspace=box)
+    here = np.array([np.nan, np.nan, 0.3, np.nan])
+    player = Player(robot, settings(), Safety(1), Steps(), lambda: here)
+    player.activate()
+    down = np.zeros((H, 4))
+    down[:, 2] = -1.0
+    give(player, 1, down)
+    player.tick()
+    here[2] = 0.2
+    with pytest.raises(RefusalError, match="leaves the workspace") as error:
+        give(player, 2, down)
+    assert "hand_z" in str(error.value)
+    here[2] = np.nan
+    with pytest.raises(RefusalError, match="no fresh measured value of hand_z") as error:
+        give(player, 3, down)
+    assert error.value.code is Refusal.STALE
+
+
+# --- a first step that is too far away ---
+
+
+def far(arm: RobotConfig) -> tuple[Player, Steps, np.ndarray]:
+    """A player whose first chunk starts 0.5 rad from the measured pose, with a ramp allowed."""
+    out = Steps()
+    player = Player(changed(arm, first_step="ramp"), settings(), Safety(1), out, lambda: middle(arm))
+    player.activate()
+    rows = still(arm)
+    rows[:, 0] += 0.5
+    with pytest.raises(
+        RefusalError, match=r"a ramp of \d+ steps .first_step. takes the robot .*first_step_max"
+    ) as error:
+        give(player, 1, rows)
+    assert error.value.code is Refusal.OUT_OF_ENVELOPE
+    return player, out, rows
+
+
+def test_a_ramp_leads_to_the_first_row_and_then_the_next_chunk_fits(arm: RobotConfig) -> None:
+    player, out, rows = far(arm)
+    for chunk_id in range(2, 200):  # every tick another chunk: none fits until the robot is near enough
+        player.tick()
+        if abs(out.commands[-1].values[0] - rows[0, 0]) <= 0.15:
+            break
+        with pytest.raises(RefusalError, match="seam_jump_max") as error:
+            give(player, chunk_id, rows)
+        assert "ramp" not in str(error.value)
+    give(player, 200, rows)
+    assert all(c.kind is CommandKind.HOLD for c in out.commands) and player.handoff.consumed == 0
+    assert player.handoff.held == len(out.commands) and player.safety.state is SafetyState.ARMED
+    values = np.array([c.values for c in out.commands])
+    rates = np.diff(values, axis=0, prepend=middle(arm)[None]) / DT
+    assert (np.abs(rates[:, 0]) <= 0.25 * 2.175 + 1e-9).all() and (rates[:, 1:] == 0).all()
+    assert (np.abs(np.diff(rates[:, 0], prepend=0.0)) / DT <= 0.25 * 15.0 + 1e-6).all()
+    command = player.tick()
+    assert command is not None and command.kind is CommandKind.ACTION and command.step == 0
+
+
+def test_an_abort_of_a_ramp_decelerates_from_it(arm: RobotConfig) -> None:
+    player, out, _ = far(arm)
+    for _ in range(20):
+        player.tick()
+    speed = out.commands[-1].rates[0]
+    player.abort(AbortCause.SERVICE, "")
+    player.finish_stop()
+    assert speed > 0.1 and 0 <= stops(out)[0].rates[0] < speed and not stops(out)[-1].rates.any()
+
+
+def test_a_chunk_that_still_does_not_fit_gets_another_ramp(arm: RobotConfig) -> None:
+    player, out, rows = far(arm)
+    for _ in range(200):
+        player.tick()
+    assert out.commands[-1].values.tolist() == rows[0].tolist()
+    elsewhere = rows.copy()
+    elsewhere[:, 1] += 0.3
+    with pytest.raises(RefusalError, match="a ramp of"):
+        give(player, 2, elsewhere)
+    give(player, 3, rows)  # begun: from now on a far chunk is only refused, also from rest
+    for _ in range(H + 5):
+        player.tick()
+    with pytest.raises(RefusalError) as error:
+        give(player, 4, elsewhere)
+    assert "ramp" not in str(error.value)
+
+
+def test_no_ramp_for_a_chunk_that_is_wrong_in_itself_or_without_a_measure(arm: RobotConfig) -> None:
+    robot = changed(arm, first_step="ramp")
+    here = [middle(arm)]
+    out = Steps()
+    player = Player(robot, settings(), Safety(1), out, lambda: here[0])
+    player.activate()
+    rows = still(arm) + 0.5
+    rows[5:, 0] += 0.5  # faster than velocity_max
+    with pytest.raises(RefusalError, match="velocity_max") as error:
+        give(player, 1, rows)
+    here[0] = np.full(7, np.nan)
+    with pytest.raises(RefusalError, match="no fresh measured value"):
+        give(player, 2, still(arm) + 0.5)
+    player.tick()
+    assert "ramp" not in str(error.value) and out.commands == []
+
+
+def test_before_a_player_node_the_first_step_is_the_nodes_to_judge(arm: RobotConfig) -> None:
+    sent: list[Any] = []
+    robot = changed(arm, first_step="ramp")
+    output = ChunksOutput(robot, lambda key, message: sent.append(message), lambda: 0)
+    player = Player(robot, settings(), Safety(1), output, lambda: middle(arm))
+    player.activate()
+    give(player, 1, still(arm) + 0.5)
+    assert len(sent) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ HORIZON = 5
 
 class StandIn:
     """Its verbs: ``sleep S``, ``deaf S``, ``hold S``, ``raise``, ``refuse``, ``none``, ``exit``, ``abort``,
-    ``say N``."""
+    ``say N``, ``threads``, ``break the worker``."""
 
     def __init__(self, action_dim: int) -> None:
         self.spec = ModelSpec("stand_in", HORIZON, action_dim, (1.0, 0.0), {}, ())
@@ -41,7 +42,7 @@ class StandIn:
         actions = np.full((HORIZON, self.spec.action_dim), request.observation.state[0])
         return [Chunk(request.epoch, request.chunk_id, actions, StageTimings(encode_ms=0.25))]
 
-    def _act(self, verb: str, argument: str, token: CancelToken) -> tuple[Any] | None:
+    def _act(self, verb: str, argument: str, token: CancelToken) -> tuple[Any] | None:  # noqa: PLR0912 - a list
         if verb == "sleep":  # in slices, like denoising steps
             until = time.monotonic() + float(argument)
             while time.monotonic() < until:
@@ -63,6 +64,17 @@ class StandIn:
         elif verb == "abort":
             sys.stderr.write("about to abort\n")
             os.abort()
+        elif verb == "threads":
+            return ([EngineError(f"{sys.modules['torch'].get_num_threads()} threads")],)
+        elif verb == "break":
+            from phyai_engine.serve import worker
+
+            def fails(*_: object) -> None:
+                raise RuntimeError("the worker broke")
+
+            threading.Thread(target=time.sleep, args=(60,), daemon=False).start()  # as a library may
+            worker._Worker._beat = fails  # type: ignore[method-assign]
+            time.sleep(60)
         elif verb == "say":
             for i in range(int(argument)):
                 sys.stdout.write(f"line {i} {'x' * 80}\n")
@@ -70,7 +82,11 @@ class StandIn:
 
 
 def load_policy(robot: RobotConfig, model: ModelConfig) -> StandIn:
-    """Options: ``load_s``, ``load_error``, ``load_exit``."""
+    """Options: ``load_say``, ``load_s``, ``load_error``, ``load_exit``, ``torch``."""
+    if text := model.options.get("load_say"):
+        sys.stderr.write(text + "\n")
+    if model.options.get("torch"):
+        import torch  # noqa: F401
     time.sleep(float(model.options.get("load_s", 0.0)))
     if text := model.options.get("load_error"):
         raise PhyaiError(text)
