@@ -58,6 +58,8 @@ class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param jerk_max: [unit/s^3], the stop's: its deceleration grows and fades no faster. Absent = no limit.
     :param command_acceleration_max: [unit/s^2], largest acceleration that the rows of a chunk ask for, also across the
         seam to what was commanded before; ``command_jerk_max`` [unit/s^3] likewise. Joint robots. Absent = not checked.
+    :param first_step_max: of this action, in place of the robot's; ``seam_jump_max`` likewise. Absent = the robot's,
+        ``.inf`` = no limit: a gripper may open at once where a joint may not.
     :param state: name of the state entry this action drives (joint robots); empty for Cartesian deltas.
     :param absolute: a value that is held, not zeroed, when a velocity or delta robot stops (a gripper: zero
         would drop the object).
@@ -71,6 +73,8 @@ class ActionEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     jerk_max: Positive | None = None
     command_acceleration_max: Positive | None = None
     command_jerk_max: Positive | None = None
+    first_step_max: Positive | None = None
+    seam_jump_max: Positive | None = None
     state: str = ""
     absolute: bool = False
     scale: float = 1.0
@@ -134,7 +138,8 @@ class RobotConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param joint_tolerance_s: largest distance of a joint sample from the observation's instant.
     :param joint_sample: ``nearest`` to the images, or the ``newest`` (as the policy was trained).
     :param first_step_max: largest |first action - measured| when motion starts; joint positions only, else no limit.
-    :param seam_jump_max: largest |first new row - last command| at a handoff; likewise.
+    :param seam_jump_max: largest |first new row - last command| at a handoff; likewise. Both hold for every action
+        whose entry gives no number of its own.
     :param first_step: a chunk that starts beyond first_step_max is refused, or (``ramp``) is refused and the robot is
         moved slowly to its first row, so that one of the next fits. The way there is straight in joint space.
     :param stop: what an abort or a deactivation sends. ``hold_measured`` latches the measured pose at once, which is a

@@ -13,6 +13,7 @@ from phyai_engine.errors import RefusalError
 from phyai_engine.types import F64, ActionType, Refusal
 
 VELOCITY, ACCELERATION, JERK = "velocity_max", "command_acceleration_max", "command_jerk_max"
+FIRST_STEP, SEAM_JUMP = "first_step_max", "seam_jump_max"
 
 
 def refuse_beyond(
@@ -84,7 +85,8 @@ class Envelope:
     """Per-action limits of one robot, [A] each, robot units; infinity where the robot file gives none.
 
     :param acceleration_max: largest acceleration that the rows ask for, not the stop's; ``jerk_max`` likewise.
-    :param first_step_max: largest |first commanded value - measured| when motion starts, position robots only.
+    :param first_step_max: largest |first commanded value - measured| when motion starts, position robots only; as
+        ``seam_jump_max`` the action's own number, or else the robot's.
     :param seam_jump_max: largest |first new row - last commanded| at a handoff.
     """
 
@@ -96,8 +98,8 @@ class Envelope:
     velocity_max: F64
     acceleration_max: F64
     jerk_max: F64
-    first_step_max: float
-    seam_jump_max: float
+    first_step_max: F64
+    seam_jump_max: F64
     box: Box | None
 
     @staticmethod
@@ -112,8 +114,8 @@ class Envelope:
             velocity_max=robot.limit(VELOCITY, math.inf),
             acceleration_max=robot.limit(ACCELERATION, math.inf),
             jerk_max=robot.limit(JERK, math.inf),
-            first_step_max=math.inf if robot.first_step_max is None else robot.first_step_max,
-            seam_jump_max=math.inf if robot.seam_jump_max is None else robot.seam_jump_max,
+            first_step_max=robot.limit(FIRST_STEP, math.inf if robot.first_step_max is None else robot.first_step_max),
+            seam_jump_max=robot.limit(SEAM_JUMP, math.inf if robot.seam_jump_max is None else robot.seam_jump_max),
             box=Box.of(robot),
         )
 
@@ -131,7 +133,8 @@ class Envelope:
         :param actions: [H, A]. All rows must be finite and within the limits; rates are checked from ``first_row`` on.
         :param last_command: [A] value commanded by the last tick, None when motion starts. :param before: [A] by the
             tick before that: with it accelerations and jerks are checked across the seam too.
-        :param measured: [A] measured value of what each action moves, NaN where there is none; None when unknown.
+        :param measured: [A] measured value of what each action moves, NaN where there is none; None when unknown, or
+            when motion has begun and no workspace asks for it.
         :raises RefusalError: MALFORMED, NOT_FINITE, STALE or OUT_OF_ENVELOPE.
         """
         self._shaped(actions)
@@ -156,17 +159,18 @@ class Envelope:
         if last_command is not None:
             text = "jumps from the last command by more than seam_jump_max"
             self._near(actions[first_row], last_command, self.seam_jump_max, text, first_row)
-        elif measured is not None:
+        if measured is not None:
             self._check_first_step(actions[first_row], measured, first_row)
 
     def clamp(self, actions: F64) -> tuple[F64, int]:
-        """Rows clipped to lower..upper, and how many values were changed. NaN is left for :meth:`check` to refuse.
+        """Rows clipped to lower..upper, and how many values were changed. NaN and Inf are left for :meth:`check`.
 
         :raises RefusalError: MALFORMED.
         """
         self._shaped(actions)  # clip would spread a chunk of one column over every joint
-        clipped = np.clip(actions, self.lower, self.upper)
-        return clipped, int(np.count_nonzero((clipped != actions) & np.isfinite(actions)))
+        finite = np.isfinite(actions)
+        clipped = np.where(finite, np.clip(actions, self.lower, self.upper), actions)
+        return clipped, int(np.count_nonzero((clipped != actions) & finite))
 
     def _shaped(self, actions: F64) -> None:
         if actions.ndim != 2 or actions.shape[1] != len(self.names):
@@ -202,8 +206,8 @@ class Envelope:
         refuse_beyond(self.names, values, lower - slack, upper + slack, text, row_0=row_0)
 
     def _check_first_step(self, first: F64, measured: F64, row: int) -> None:
-        unknown = np.isnan(measured)
-        if unknown.any() and math.isfinite(self.first_step_max):
+        unknown = np.isnan(measured) & np.isfinite(self.first_step_max)
+        if unknown.any():
             raise RefusalError(
                 Refusal.STALE,
                 f"no fresh measured value of {self.names[int(np.argmax(unknown))]}",
@@ -212,7 +216,6 @@ class Envelope:
         text = "starts farther from the measured value than first_step_max"
         self._near(first, measured, self.first_step_max, text, row)
 
-    def _near(self, first: F64, reference: F64, limit: float, text: str, row: int) -> None:
+    def _near(self, first: F64, reference: F64, limit: F64, text: str, row: int) -> None:
         distance = np.abs(first - reference)[None, :]
-        zero = np.zeros(len(first))
-        refuse_beyond(self.names, distance, zero, zero + limit, text, row_0=row)
+        refuse_beyond(self.names, distance, np.zeros(len(first)), limit, text, row_0=row)

@@ -75,10 +75,12 @@ def _check_start_and_stop(robot: RobotConfig, at: str) -> None:
         raise ConfigError("stop: hold_measured needs joint positions", got=robot.action_type, where=at)
     if robot.first_step == "ramp":
         slow = [a.name for a in robot.actions if a.velocity_max is None or math.isinf(a.velocity_max)]
-        if not positions or robot.first_step_max is None or slow:
+        # A ramp starts where the robot is measured, and only a finite first_step_max refuses what is not.
+        free = [a.name for a in robot.actions if math.isinf(_own(a.first_step_max, robot.first_step_max))]
+        if not positions or free or slow:
             raise ConfigError(
                 "first_step: ramp needs joint positions, first_step_max and velocity_max",
-                got=f"{robot.action_type}, first_step_max {robot.first_step_max}, no velocity_max: {slow}",
+                got=f"{robot.action_type}, no first_step_max: {free}, no velocity_max: {slow}",
                 where=at,
             )
 
@@ -131,6 +133,10 @@ def _check_numbers(entry: Struct, at: str) -> None:
             raise ConfigError(f"{name} is not finite", got=value, where=at)
         if name == "scale" and value == 0.0:
             raise ConfigError("scale is 0", where=at, wanted="a non-zero factor")
+
+
+def _own(own: float | None, robots: float | None) -> float:
+    return next((limit for limit in (own, robots) if limit is not None), math.inf)
 
 
 def _twice(names: tuple[str, ...]) -> list[str]:

@@ -46,7 +46,11 @@ class Output(Protocol):
         """Why no chunk can be handed over now; None where it can."""
 
     def motion(self) -> tuple[F64, F64] | None:
-        """Value [A] and rate [A] at which the player elsewhere is by its own clock; None when nothing plays there."""
+        """Value [A] and rate [A] at which the player elsewhere is by its own clock; None when nothing plays there.
+
+        Values are NaN where it was handed a chunk that has not begun, and nothing before it: it rests where it is.
+        A stop goes on from what was returned last.
+        """
 
     def take_rejection(self) -> RefusalError | None:
         """Why the player elsewhere does not play the last chunk handed over; asked every tick, told once."""

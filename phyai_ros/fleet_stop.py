@@ -8,11 +8,15 @@ from functools import partial
 from rclpy.event_handler import QoSRequestedIncompatibleQoSInfo, SubscriptionEventCallbacks
 from rclpy.exceptions import InvalidTopicNameException
 from rclpy.node import Node
+from rclpy.qos import QoSProfile
 from std_msgs.msg import Bool
 
 from phyai_engine.errors import ConfigError
 from phyai_ros.spin import Guard
 from phyai_ros.topics import LATCHED_QOS, SENSOR_QOS
+
+# As it is published, but deeper: each of several publishers has a last word, and all are delivered to a node at once.
+LAST_WORDS_QOS = QoSProfile(depth=10, reliability=LATCHED_QOS.reliability, durability=LATCHED_QOS.durability)
 
 
 class FleetStop:
@@ -35,7 +39,7 @@ class FleetStop:
             events = SubscriptionEventCallbacks(incompatible_qos=self._volatile)
             subscribe = partial(node.create_subscription, Bool, topic, guard(self._heard))
             try:
-                self._subscriptions = [subscribe(LATCHED_QOS, event_callbacks=events), subscribe(SENSOR_QOS)]
+                self._subscriptions = [subscribe(LAST_WORDS_QOS, event_callbacks=events), subscribe(SENSOR_QOS)]
             except InvalidTopicNameException as error:
                 name = node.get_fully_qualified_name()
                 raise ConfigError("fleet_stop_topic is no topic name", got=repr(topic), where=name) from error

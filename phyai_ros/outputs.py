@@ -164,12 +164,16 @@ class TrajectoryOutput:
         self._names = list(robot.action_names)
         self._dt_ns = round(robot.dt_s * 1e9)
         self._controller_ns = self._heard_mono_ns = 0
+        self._nowhere: F64 = np.full(len(robot.actions), math.nan)
         self.reset(0)
 
     def reset(self, consumed: int) -> None:
         """Forget the grid: nothing is playing."""
         self._origin_ns = self._origin_step = self._end_step = self._controller_ns = 0
         self._handed: list[tuple[int, int, F64]] = []  # first step played, step of row 0, rows; the newest last
+        self._rest = self._nowhere  # where the robot stood when the grid began
+        self._stopped: tuple[int, F64, F64] | None = None  # ROS time of row 0, rows and rates of the last stop
+        self._moving: tuple[F64, F64, int] | None = None  # as motion said last, and the ROS time when that is reached
 
     def on_controller_state(self, stamp_ros_ns: int) -> None:
         """The controller's newest time stamp."""
@@ -181,11 +185,16 @@ class TrajectoryOutput:
     def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
         now = self._now()
         step = base_step + facts.row
-        if self._origin_ns == 0 or step >= self._end_step:
-            self._origin_ns, self._origin_step = now + self._dt_ns, step
-        elif (begin := self._begin_ns(step)) < now:
-            # Rows whose time has come are played from the chunk before, which they continue.
+        paused = self._origin_ns == 0 or step >= self._end_step
+        if not paused and (begin := self._begin_ns(step)) < now:
+            # Rows whose time has come are played from the chunk before, which they continue. Where that one has run
+            # out meanwhile the robot stands at its end: the rows after it are not skipped, for that would be a jump.
             step += math.ceil((now - begin) / self._dt_ns)
+            paused, step = step > self._end_step, min(step, self._end_step)
+        if paused:
+            at_rest_ns = now if self._stopped is None else max(now, self._reached_ns(len(self._stopped[1]) - 1))
+            self._origin_ns, self._origin_step = at_rest_ns + self._dt_ns, step
+            self._rest = self._handed[-1][2][-1] if self._handed else self._nowhere
         rows = chunk.actions[step - base_step :]
         if len(rows) == 0:
             return
@@ -197,13 +206,33 @@ class TrajectoryOutput:
 
     def motion(self) -> tuple[F64, F64] | None:
         """The row being executed now and its rate, by our own grid: the controller's state may lag or be silent."""
-        if self._origin_ns == 0 or (step := self._step_now()) < self._origin_step:
-            return None
+        self._moving = self._motion(self._now())
+        return None if self._moving is None else self._moving[:2]
+
+    def _motion(self, now: int) -> tuple[F64, F64, int] | None:
+        if self._origin_ns == 0:
+            return self._stopping(now)
+        step = self._origin_step + (now - self._origin_ns) // self._dt_ns
+        if step < self._origin_step:  # handed over, but not begun
+            return self._stopping(now) or (self._rest, np.zeros_like(self._rest), now + self._dt_ns)
+        reached_ns = self._begin_ns(step + 1)
         first, base, rows = self._chunk_at(min(step, self._end_step - 1))
         if step >= self._end_step:
-            return rows[-1], np.zeros_like(rows[-1])
+            return rows[-1], np.zeros_like(rows[-1]), reached_ns
         before = None if first == self._handed[0][0] else self._row(first - 1)
-        return rows[step - base], row_rates(rows, first - base, before, self._robot.dt_s)[step - base]
+        return rows[step - base], row_rates(rows, first - base, before, self._robot.dt_s)[step - base], reached_ns
+
+    def _stopping(self, now: int) -> tuple[F64, F64, int] | None:
+        """As motion, while a stop without a latch decelerates."""
+        if self._stopped is None:
+            return None
+        began_ns, values, rates = self._stopped
+        row = max(0, math.ceil((now - began_ns) / self._dt_ns))
+        return (values[row], rates[row], self._reached_ns(row)) if row < len(values) else None
+
+    def _reached_ns(self, row: int) -> int:
+        assert self._stopped is not None
+        return self._stopped[0] + row * self._dt_ns
 
     def stop(self, plan: StopPlan) -> None:
         """The row being executed is finished at its own time, then the plan; at once where nothing was playing.
@@ -212,15 +241,16 @@ class TrajectoryOutput:
         it, with which a constant deceleration is met exactly. In the last two steps, where a joint comes to rest
         between points, the cubic asks for up to twice the deceleration.
         """
-        values, rates, lead_s = plan.values, plan.rates, self._robot.dt_s
-        motion = None if plan.at_once else self.motion()
-        if motion is not None:
-            values, rates = np.vstack([motion[0], values]), np.vstack([motion[1], rates])
-            left_s = (self._begin_ns(self._step_now() + 1) - self._now()) * 1e-9
-            lead_s = min(self._robot.dt_s, max(1e-3, left_s))
+        values, rates, now, lead_ns = plan.values, plan.rates, self._now(), self._dt_ns
+        # The plan starts from what motion() said; a row may have ended since.
+        if self._moving is not None and not plan.at_once and not np.isnan(self._moving[0]).any():
+            value, rate, reached_ns = self._moving
+            values, rates = np.vstack([value, values]), np.vstack([rate, rates])
+            lead_ns = min(self._dt_ns, max(1_000_000, reached_ns - now))
         through = 0.5 * (rates + np.vstack([rates[1:], np.zeros_like(rates[:1])]))
-        self._publish("trajectory", trajectory(self._names, values, through, self._robot.dt_s, first_s=lead_s))
+        self._publish("trajectory", trajectory(self._names, values, through, self._robot.dt_s, first_s=lead_ns * 1e-9))
         self.reset(0)
+        self._stopped = now + lead_ns, values, rates
 
     def ready(self) -> RefusalError | None:
         """Without the controller's state nobody knows what it plays."""
@@ -245,9 +275,6 @@ class TrajectoryOutput:
     def _begin_ns(self, step: int) -> int:
         """ROS time at which a step begins."""
         return self._origin_ns + (step - self._origin_step) * self._dt_ns
-
-    def _step_now(self) -> int:
-        return self._origin_step + (self._now() - self._origin_ns) // self._dt_ns
 
     def _row(self, step: int) -> F64:
         """The row that plays at an absolute step."""

@@ -174,7 +174,8 @@ class Player:
         Nothing of the chunk is played then and no row is counted: the ramp is held ticks, and a chunk that was made
         while it runs, or after it, is played as soon as it fits.
         """
-        measured = self._measured() if self._value is None or self.envelope.box is not None else None
+        # Until a chunk was accepted the first step counts, also while a ramp runs.
+        measured = self._measured() if not self._begun or self._value is None or self.envelope.box is not None else None
         if self._ramps and not self._output.ticks:
             measured = None  # the player node measures, and ramps
         try:
@@ -252,6 +253,8 @@ class Player:
     def flush(self) -> None:
         """Drop what plays and what is in flight in a new epoch; the robot holds until the next chunk."""
         self._halt_elsewhere()
+        if self.safety.may_play:
+            self._plan = None  # a ramp leads to a row of the old epoch: the next hold plans anew, from the motion
         self.safety = self.safety.flush()
         self.handoff = self.handoff.cleared()
 
@@ -322,7 +325,8 @@ class Player:
 
     def _motion(self) -> tuple[F64, F64] | None:
         """Value and rate a stop starts from; None when nothing was commanded and nothing is measured."""
-        if (elsewhere := self._output.motion()) is not None:
+        elsewhere = self._output.motion()
+        if elsewhere is not None and not np.isnan(elsewhere[0]).any():
             return elsewhere
         if self._value is not None:
             return self._value, self._rate
@@ -336,7 +340,7 @@ class Player:
 
     def _halt_elsewhere(self) -> None:
         """Bring a player elsewhere to rest without a latch."""
-        if (motion := self._output.motion()) is not None:
+        if self._output.motion() is not None and (motion := self._motion()) is not None:
             plan = self._planner.plan(*motion)
             self._output.stop(plan)
             self._rest_at(plan.values[-1])

@@ -25,7 +25,7 @@ from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.timing import mono_ns
 from phyai_engine.types import F64, AbortCause, Chunk, Refusal, SafetyState, Schedule, StageTimings
-from phyai_engine.watchdog import Watchdogs, WatchdogSettings
+from phyai_engine.watchdog import Watchdogs, WatchdogSettings, late_tick
 from phyai_ros import parameters
 from phyai_ros.convert import stamp_ns, to_stamp
 from phyai_ros.fleet_stop import FleetStop
@@ -64,7 +64,8 @@ class PlayerNode(Node):
         self._robot = robot = load_robot(resolve("robots", given["robot"]))
         self._guarded = partial(guarded, self.on_spin_error)
         self._status_timeout_ns = round(given["status_timeout_s"] * 1e9)
-        self._heard_ns = 0
+        self._flag = stop_flag if stop_flag is not None else StopFlag()
+        self._heard_ns = self._turned_ns = 0
         self._policy_latched = False  # since this player latched
         self._accepted_at = to_stamp(0)
         self._buffer = ObservationBuffer(robot)
@@ -73,8 +74,8 @@ class PlayerNode(Node):
             for key, (kind, topic, qos) in command_topics(robot, "steps").items()
         }
         self._player = self._make_player(robot, given["stop_hold_steps"])
-        limit_s = Watchdogs(WatchdogSettings(tick_gap_s=given["max_tick_gap_s"])).tick_limit_s(robot.dt_s)
-        self._sentry = Sentry(self._player, robot.dt_s, limit_s, self._player.abort, self._report_playing)
+        self._tick_limit_s = Watchdogs(WatchdogSettings(tick_gap_s=given["max_tick_gap_s"])).tick_limit_s(robot.dt_s)
+        self._sentry = Sentry(self._player, robot.dt_s, self._tick_limit_s, self._player.abort, self._report_playing)
         self._lock = self._sentry.lock
         policy = given["policy"]
         self._acknowledge = self.create_publisher(ChunkStatus, f"{policy}/chunk_status", QoSProfile(depth=5))
@@ -119,8 +120,17 @@ class PlayerNode(Node):
         self._report_playing()
 
     def _check_policy(self) -> None:
-        """Steady time, also while /clock stands still: the policy node's status does not follow /clock either."""
-        if self._player.safety.may_play and mono_ns() - self._heard_ns > self._status_timeout_ns:
+        """Steady time, also while /clock stands still: the policy node's status does not follow /clock either.
+
+        The sentry sees no late tick where the whole process was frozen and this thread is the first to go on.
+        """
+        now = mono_ns()
+        gap_s, self._turned_ns = (now - self._turned_ns) * 1e-9, now
+        if not self._player.safety.may_play:
+            return
+        if 0 < self._tick_limit_s < gap_s:
+            self._abort(AbortCause.TICK_OVERRUN, late_tick(gap_s, self._tick_limit_s))
+        elif now - self._heard_ns > self._status_timeout_ns:
             silence = self._status_timeout_ns * 1e-9
             self._abort(AbortCause.POLICY_LOST, f"no PolicyStatus for {silence:.3f} s (status_timeout_s)")
 
@@ -146,8 +156,9 @@ class PlayerNode(Node):
         elif message.abort_cause != PolicyStatus.ABORT_NONE:
             self._policy_latched = True
         playing = SafetyState(message.safety_state) in MOVING
-        if playing and self._fleet_stop.stopped:
-            return  # the policy node will hear it too; until then its word does not count
+        if playing and (self._fleet_stop.stopped or self._flag):
+            self._policy_latched = False  # a re-arm against the fleet's word is void, also once the fleet says go
+            return
         with self._lock:
             self._player.follow(message.epoch, playing, rearmed=self._policy_latched)
 

@@ -98,8 +98,8 @@ class PolicyNode(LifecycleNode):
             self.destroy_timer(self._report_timer)
             self._report_timer = self._start_reports()
             if self._fleet_stop.topic != self.get_parameter("fleet_stop_topic").value:
-                self._fleet_stop.close()
-                self._fleet_stop = self._listen_to_the_fleet()
+                before, self._fleet_stop = self._fleet_stop, self._listen_to_the_fleet()
+                before.close()  # last: where the new topic is no name, the old one is still heard
             self._session = Session(
                 self,
                 self._idle_safety,
@@ -116,6 +116,8 @@ class PolicyNode(LifecycleNode):
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
         def activate() -> None:
+            if self._flag:
+                raise PhyaiError("the process is ending", got=self._flag.name)
             self._configured().activate(self._on_tick, self._on_beat)
             self._stop_cause = AbortCause.NONE
             super(PolicyNode, self).on_activate(state)  # enables the publishers; no tick runs before we return
@@ -229,6 +231,8 @@ class PolicyNode(LifecycleNode):
         session, safety = self._session, self._safety()
         if not safety.latched:
             response.message = "the abort latch is not set"
+        elif self._flag:  # a moment is left to publish the stop in; nothing would stop the robot after it
+            response.message = f"the process is ending ({self._flag.name})"
         elif self._fleet_stop.stopped:
             response.message = f"{self._fleet_stop.topic} still says stop"
         elif session is None:

@@ -121,7 +121,8 @@ def run(make: Callable[[StopFlag], Node], args: list[str] | None = None) -> int:
     try:
         while not flag and rclpy.ok() and code == 0:
             code = 0 if _turn(executor, node, 0.1) else 1
-        node.on_signal(flag.name or "shutdown")
+        flag.name = flag.name or "shutdown"  # from here on nothing may move the robot again
+        node.on_signal(flag.name)
         until = time.monotonic() + FLUSH_S
         while rclpy.ok() and time.monotonic() < until:
             _turn(executor, node, 0.02)

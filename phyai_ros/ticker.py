@@ -129,23 +129,28 @@ class Sentry:
         while not ended.wait(self._limit_s / 4):
             try:
                 silent_s = (mono_ns() - self._beat_ns) * 1e-9
-                if silent_s > self._limit_s and self._player.safety.may_play:
+                if silent_s > self._limit_s and self._needs_stop():
                     self._stop(ended, self._beat_ns, silent_s)
             except Exception as error:  # told by the next beat: nobody else listens to this thread
                 self._failure = error
 
+    def _needs_stop(self) -> bool:
+        return self._player.safety.may_play or self._player.stopping
+
     def _stop(self, ended: threading.Event, heard_ns: int, silent_s: float) -> None:
-        """Latch, then publish the rest of the stop as long as the executor does not."""
+        """Latch, then publish the rest of the stop, whoever began it, as long as the executor does not."""
         if not self.lock.acquire(timeout=self._limit_s):
             return  # stuck inside the player itself; asked again
         try:
-            if self._beat_ns != heard_ns or not self._player.safety.may_play:
+            if self._beat_ns != heard_ns or not self._needs_stop():
                 return
-            self._abort(AbortCause.TICK_OVERRUN, late_tick(silent_s, self._limit_s))
+            if may_play := self._player.safety.may_play:
+                self._abort(AbortCause.TICK_OVERRUN, late_tick(silent_s, self._limit_s))
         finally:
             self.lock.release()
         try:
-            self._announce()
+            if may_play:
+                self._announce()
         finally:
             self._step(ended, heard_ns)
 

@@ -145,7 +145,7 @@ def test_numbers_are_finite(key: str, at: str, changes: Any, value: float) -> No
     "key",
     [
         *("lower", "upper", "velocity_max", "acceleration_max", "jerk_max"),
-        *("command_acceleration_max", "command_jerk_max"),
+        *("command_acceleration_max", "command_jerk_max", "first_step_max", "seam_jump_max"),
     ],
 )
 def test_a_limit_may_be_infinite_but_is_a_number(key: str) -> None:
@@ -167,7 +167,18 @@ def test_a_limit_may_be_infinite_but_is_a_number(key: str) -> None:
         ({"actions": [{**JOINT, "state": ""}]}, "needs the state entry it drives"),
         ({"actions": [{**JOINT, "acceleration_max": None}]}, "acceleration_max is missing"),
         ({"actions": [JOINT], "first_step": "ramp", "first_step_max": 0.1}, r"ramp needs .*no velocity_max: \['j'\]"),
-        ({"actions": [{**JOINT, "velocity_max": 1.0}], "first_step": "ramp"}, "ramp needs .*first_step_max None"),
+        (
+            {"actions": [{**JOINT, "velocity_max": 1.0}], "first_step": "ramp"},
+            r"ramp needs .*no first_step_max: \['j'\]",
+        ),
+        (
+            {
+                "actions": [{**JOINT, "velocity_max": 1.0, "first_step_max": INF}],
+                "first_step": "ramp",
+                "first_step_max": 0.1,
+            },
+            r"ramp needs .*no first_step_max: \['j'\]",
+        ),
         ({"action_type": "joint_velocity", "stop": "hold_measured"}, "hold_measured needs joint positions"),
         ({"stop": "torque_off"}, "Invalid enum value 'torque_off'"),
         (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from phyai_engine.config import ActionEntry, RobotConfig, StateEntry, Workspace, convert
 from phyai_engine.envelope import Envelope
@@ -67,6 +69,21 @@ def test_limit_rate_seam_and_first_step_name_joint_row_value_and_limit(check: Ch
     assert check(smooth(), measured=np.array([0.0, np.nan])).code is Refusal.STALE
 
 
+def test_an_action_may_have_its_own_first_step_and_seam(make_robot: Make) -> None:
+    robot = make_robot(robot={"first_step_max": 0.2, "seam_jump_max": 0.1})
+    loose = structs.replace(robot.actions[0], first_step_max=math.inf, seam_jump_max=math.inf)
+    tight = structs.replace(robot.actions[1], first_step_max=0.05)
+    envelope = Envelope.of(structs.replace(robot, actions=(loose, tight)))
+    assert envelope.first_step_max.tolist() == [math.inf, 0.05] and envelope.seam_jump_max.tolist() == [math.inf, 0.1]
+    start: dict[str, Any] = {"first_row": 0, "last_command": None, "measured": None}
+    envelope.check(smooth(), **{**start, "measured": np.array([2.0, 0.04])})
+    envelope.check(smooth(), **{**start, "measured": np.array([np.nan, 0.04])})  # nothing to compare it with is needed
+    assert "j1 starts farther" in str(refusal(envelope, smooth(), measured=np.array([0.0, 0.06])))
+    assert refusal(envelope, smooth(), measured=np.array([0.0, np.nan])).code is Refusal.STALE
+    envelope.check(smooth(), **{**start, "last_command": np.array([2.0, 0.09])})
+    assert "j1 jumps" in str(refusal(envelope, smooth(), last_command=np.array([0.0, 0.11])))
+
+
 def test_rows_that_were_consumed_are_not_rate_checked(make_robot: Make) -> None:
     actions = smooth()
     actions[0] = -1.0
@@ -74,11 +91,13 @@ def test_rows_that_were_consumed_are_not_rate_checked(make_robot: Make) -> None:
 
 
 @pytest.mark.fault(23)
-def test_clamp_reports_and_leaves_nan_to_be_refused(make_robot: Make) -> None:
+def test_clamp_reports_and_leaves_what_is_not_finite_to_be_refused(make_robot: Make) -> None:
     actions = smooth()
     actions[1, 0], actions[2, 0], actions[3, 1] = 5.0, -5.0, np.nan
+    actions[4] = np.inf, -np.inf
     clipped, count = Envelope.of(make_robot()).clamp(actions)
     assert count == 2 and clipped[1, 0] == 2.0 and clipped[2, 0] == -2.0 and np.isnan(clipped[3, 1])
+    assert np.isinf(clipped[4]).all(), "an infinite action is no large one: it would be clipped without a word"
 
 
 # --- accelerations and jerks that a chunk asks for ---

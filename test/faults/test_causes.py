@@ -127,7 +127,9 @@ def test_a_topic_that_is_no_name_is_a_users_error(make_rig: Make) -> None:
     assert rig.node.trigger_configure() is FAILURE
     assert "fleet_stop_topic is no topic name, got 'no topic'" in rig.node._last_error
     rig.node.set_parameters([Parameter("fleet_stop_topic", value="/fleet_stop")])
-    rig.configure()
+    rig.start()
+    rig.peer.create_publisher(Bool, "/fleet_stop", LATCHED).publish(Bool(data=True))
+    rig.told(AbortCause.FLEET_STOP)
 
 
 # -- a stuck executor ----------------------------------------------------------------------------------------
@@ -166,6 +168,22 @@ def test_a_stop_begun_by_the_sentry_is_finished_by_the_executor(make_rig: Make) 
     assert len(set(ticks)) == len(ticks)
     gaps = np.diff([stamp_s(s) for s in stops])
     assert (gaps < 0.5 * rig.robot.dt_s).sum() <= 3  # where the hand changes, not from then on
+
+
+def test_a_stop_that_was_under_way_is_finished_while_the_executor_is_stuck(make_rig: Make) -> None:
+    rig = make_rig(model={"latency_ms": 10.0}, max_tick_gap_s=0.2, stop_hold_steps=3)
+    rig.start()
+    rig.until(lambda: len(rig.steps) > 20)
+    began = time.time()
+    rig.node._abort(AbortCause.SERVICE, "planted")
+    time.sleep(0.8)
+    until = time.time()
+    rig.spin(0.2)
+    stops = [s for s in rig.steps if s.kind == CommandKind.STOP]
+    assert stamp_s(stops[1]) - began < 0.5
+    assert stamp_s(stops[-1]) < until
+    assert not np.any(stops[-1].velocities)
+    rig.told(AbortCause.SERVICE)
 
 
 def test_a_callback_stuck_with_the_player_in_its_hands_latches_on_return(make_rig: Make) -> None:

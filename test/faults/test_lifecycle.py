@@ -19,6 +19,7 @@ from rclpy.parameter import Parameter
 from rclpy.qos import QoSProfile
 from sensor_msgs.msg import Image, JointState
 
+from phyai_engine.safety import Safety
 from phyai_engine.types import AbortCause, CommandKind, SafetyState
 from phyai_ros.policy_node import PolicyNode
 
@@ -160,3 +161,17 @@ def test_two_robots_in_one_domain_do_not_hear_one_another(make_rig: Make) -> Non
     right.node.trigger_deactivate()
     rig.executor.remove_node(right.peer)
     right.peer.destroy_node()
+
+
+def test_a_node_that_was_told_to_end_moves_no_robot_in_its_last_moments(make_rig: Make) -> None:
+    """The executor turns for 0.2 s after the stop, and nothing would stop the robot after that."""
+    rig = make_rig(model={"latency_ms": 10.0})
+    rig.start()
+    rig.node._flag.name = "SIGTERM"
+    rig.node.on_signal("SIGTERM")
+    rig.spin(0.1)
+    assert rig.call("rearm").message == "the process is ending (SIGTERM)"
+    assert rig.node.trigger_deactivate() is SUCCESS
+    rig.node._idle_safety = rig.node._session.loop.player.safety = Safety(epoch=rig.epoch)
+    assert rig.node.trigger_activate() is TransitionCallbackReturn.FAILURE
+    assert "the process is ending" in rig.node._last_error

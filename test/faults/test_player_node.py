@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,8 @@ from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from rosgraph_msgs.msg import Clock
 from std_msgs.msg import Bool
 
-from phyai_engine.types import AbortCause, CommandKind, SafetyState
+from phyai_engine.errors import RefusalError
+from phyai_engine.types import AbortCause, CommandKind, Refusal, SafetyState
 from phyai_ros.player_node import PlayerNode
 from phyai_ros.sim_node import SimNode
 
@@ -29,6 +31,10 @@ LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability
 
 def stamp_s(step: ActionStep) -> float:
     return float(step.header.stamp.sec + step.header.stamp.nanosec * 1e-9)
+
+
+def blind(*_: Any) -> Any:
+    raise RefusalError(Refusal.STALE, "planted")
 
 
 # -- a player node -------------------------------------------------------------------------------------------
@@ -118,6 +124,37 @@ def test_a_player_under_a_fleet_stop_of_its_own_obeys_no_policy_node(make_rig: M
     world.rig.spin(0.5)
     assert CommandKind.ACTION not in world.rig.kinds()[count:]
     assert world.player._player.safety.latched
+
+
+def test_a_re_arm_against_the_fleets_word_does_not_count_once_the_fleet_says_go(make_rig: Make) -> None:
+    world = World(make_rig, fleet_stop_topic="")
+    fleet = world.rig.peer.create_publisher(Bool, "/fleet_stop", LATCHED)
+    world.start()
+    fleet.publish(Bool(data=True))
+    world.rig.until(lambda: world.rig.safety is SafetyState.LATCHED)
+    world.rig.spin(0.3)
+    world.rig.until(lambda: world.rig.call("rearm").success)
+    loop = world.rig.node._session.loop
+    loop._snapshot, snapshot = blind, loop._snapshot  # a slow policy: its first chunk comes after the fleet's go
+    world.rig.spin(0.3)
+    fleet.publish(Bool(data=False))
+    world.rig.spin(0.3)
+    count = len(world.rig.steps)
+    loop._snapshot = snapshot
+    world.rig.told(AbortCause.FLEET_STOP)  # the policy node hears that its player is still latched
+    assert CommandKind.ACTION not in world.rig.kinds()[count:]
+    world.rig.resumed()
+
+
+def test_a_frozen_player_node_stops_when_it_goes_on(make_rig: Make) -> None:
+    """The whole process slept, the sentry with it: whichever thread is first must see the gap."""
+    world = World(make_rig, player_gap_s=0.2, max_tick_gap_s=0.0)
+    world.start()
+    world.player._sentry.close()
+    count = len(world.rig.steps)
+    time.sleep(0.6)
+    world.stopped(AbortCause.TICK_OVERRUN)
+    assert world.rig.kinds()[count] == CommandKind.STOP
 
 
 def test_a_blocked_player_node_stops_by_its_sentry(make_rig: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,17 @@ pytest.importorskip("phyai_policy", reason="the package is not built: run `make 
 
 from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.lifecycle import TransitionCallbackReturn
+from rclpy.parameter import Parameter
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import Image
+from std_msgs.msg import Bool
+
+from phyai_engine.types import AbortCause
+from phyai_ros.policy_node import PolicyNode
 
 pytestmark = pytest.mark.ros
 Make = Callable[..., Any]
+LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 SUCCESS = TransitionCallbackReturn.SUCCESS
 
 
@@ -56,3 +63,16 @@ def test_a_qos_that_does_not_match_is_an_error_in_the_diagnostics(make_rig: Make
     offer(rig, reliability=ReliabilityPolicy.RELIABLE)
     rig.until(lambda: bool(rig.steps))
     rig.until(lambda: level() != DiagnosticStatus.ERROR)
+
+
+def test_the_last_word_of_every_publisher_is_heard_by_a_node_that_starts_later(make_rig: Make) -> None:
+    rig = make_rig(fleet_stop_topic="")
+    publishers = [rig.peer.create_publisher(Bool, "/fleet_stop", LATCHED) for _ in range(2)]
+    for publisher, word in zip(publishers, (True, False), strict=True):
+        publisher.publish(Bool(data=word))
+    given = [Parameter("robot", value="arm7"), Parameter("model", value=str(rig.model_file))]
+    late = PolicyNode(context=rig.context, namespace="late", parameter_overrides=given)
+    rig.others.append(late)
+    time.sleep(1.0)  # both words arrive before the node's first turn
+    rig.executor.add_node(late)
+    rig.until(lambda: late._safety().cause is AbortCause.FLEET_STOP)

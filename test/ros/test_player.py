@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -186,6 +187,150 @@ def test_controller_that_falls_silent_is_stopped_and_given_nothing_more(
     with pytest.raises(RefusalError, match="controller state"):
         give(player, 2, still(arm))
     assert len(controller.sent) == 2
+
+
+def test_a_row_that_ends_while_a_stop_is_planned_does_not_turn_it_back(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    give(player, 1, moving(arm))
+    for _ in range(6):
+        controller.wait(DT_NS)
+        player.tick()
+    controller.wait(DT_NS - 3000)
+
+    def now() -> int:
+        controller.now += 2000  # every look at the clock
+        return controller.now
+
+    monkeypatch.setattr(controller.output, "_now", now)
+    player.abort(AbortCause.SERVICE, "")
+    speeds = np.diff(positions(controller.sent[-1])[:, 0]) / DT
+    assert speeds[0] == pytest.approx(0.7) and (np.diff(speeds) <= 1e-9).all()  # 1 rad/s less 15 rad/s^2 * 20 ms
+
+
+def test_a_chunk_that_has_not_begun_is_stopped_where_the_robot_stands(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    rows = moving(arm)
+    give(player, 1, rows)
+    for _ in range(30):  # to its end, and rest
+        controller.wait(DT_NS)
+        player.tick()
+    give(player, 2, np.repeat(rows[-1:], H, axis=0))
+    controller.wait(2_000_000)
+    player.abort(AbortCause.SERVICE, "")
+    assert np.abs(positions(controller.sent[-1]) - rows[-1]).max() < 1e-9, "the speed before the rest is over"
+
+
+def test_a_flush_reaches_a_first_chunk_that_has_not_begun(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    give(player, 1, moving(arm))
+    controller.wait(2_000_000)
+    player.flush()
+    assert len(controller.sent) == 2, "the controller would play the old epoch to its end"
+    assert np.abs(positions(controller.sent[-1]) - middle(arm)).max() < 1e-9
+
+
+def test_an_abort_while_a_flush_decelerates_goes_on_with_it(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    rows = still(arm)
+    rows[:, 1] += 2.0 * DT * np.arange(H)
+    give(player, 1, rows)
+    for _ in range(8):
+        controller.wait(DT_NS)
+        player.tick()
+    controller.wait(DT_NS // 2)
+    player.flush()
+    flushed = controller.sent[-1]
+    controller.wait(DT_NS)
+    here = np.interp(DT, times(flushed), positions(flushed)[:, 1])
+    player.abort(AbortCause.SERVICE, "")
+    stop = controller.sent[-1]
+    assert stop is not flushed and positions(stop)[-1, 1] == pytest.approx(positions(flushed)[-1, 1])
+    assert (positions(stop)[0, 1] - here) / times(stop)[0] < 2.0, "no jump to where the flush would have come to rest"
+
+
+def test_a_chunk_after_a_flush_begins_when_the_robot_is_at_rest(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    give(player, 1, moving(arm))
+    for _ in range(8):
+        controller.wait(DT_NS)
+        player.tick()
+    flushed_ns = controller.now
+    player.flush()
+    flushed = controller.sent[-1]
+    give(player, 2, np.repeat(positions(flushed)[-1:], H, axis=0))
+    stamp = controller.sent[-1].header.stamp
+    begins_s = (stamp.sec * 10**9 + stamp.nanosec - flushed_ns) * 1e-9
+    assert begins_s == pytest.approx(times(flushed)[-1] + DT)
+    player.abort(AbortCause.SERVICE, "")  # before it begins: the deceleration goes on
+    assert positions(controller.sent[-1])[-1, 0] == pytest.approx(positions(flushed)[-1, 0])
+    assert len(controller.sent[-1].points) >= len(flushed.points)
+
+
+@pytest.mark.parametrize("late", [0, 3, 8])
+def test_rows_after_the_end_of_the_chunk_before_are_never_skipped(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    # The controller's state is late, though not silent, and its chunk runs out before the next one comes.
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    rows = moving(arm)
+    give(player, 1, rows)
+    for tick in range(21 + late):
+        if tick == 10:
+            player.handoff = player.handoff.begin(2, player.safety.epoch, 0)
+        controller.wait(DT_NS, heard=tick < 12)
+        player.tick()
+    chunk = rows + (rows[1] - rows[0]) * 10  # goes on from row 10
+    player.accept(Chunk(player.safety.epoch, 2, chunk, StageTimings()), 0)
+    assert positions(controller.sent[-1])[0, 0] - rows[-1, 0] == pytest.approx(DT), "one step beyond where it rests"
+    for _ in range(H):
+        controller.wait(DT_NS)
+        player.tick()
+    assert player.handoff.consumed == 10 + H and player.handoff.remaining_steps == 0
+
+
+def test_an_aloha_may_open_its_gripper_at_once_but_not_jump_with_a_joint() -> None:
+    robot = load_robot(resolve("robots", "aloha"))
+    here = np.array([0.0, -0.96, 1.16, 0.0, -0.3, 0.0, 0.0] * 2)
+    player = Player(robot, settings(), Safety(1), Steps(), lambda: here)
+    player.activate()
+    shut = np.repeat(here[None], H, axis=0)
+    rows = shut.copy()
+    rows[:, 6] = rows[H // 2 :, 13] = 1.0
+    give(player, 1, rows)
+    for _ in range(H):
+        player.tick()
+    give(player, 2, shut)
+    player.tick()
+    for joint in range(6):
+        jump = shut.copy()
+        jump[:, joint] += 0.35
+        with pytest.raises(RefusalError, match="seam_jump_max"):
+            give(player, 3 + joint, jump)
+    player.abort(AbortCause.SERVICE, "")
+    player.rearm(active=True)
+    for joint in range(6):
+        jump = shut.copy()
+        jump[:, joint] += 0.35
+        with pytest.raises(RefusalError, match="first_step_max"):
+            give(player, 10 + joint, jump)
 
 
 def test_controller_clock_that_goes_back_is_followed(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,10 +642,18 @@ def test_the_workspace_is_checked_from_the_measured_hand_while_the_robot_moves()
 # --- a first step that is too far away ---
 
 
-def far(arm: RobotConfig) -> tuple[Player, Steps, np.ndarray]:
+def follows(out: Steps, arm: RobotConfig) -> Callable[[], np.ndarray]:
+    """What is measured of a robot that stands where it was commanded last."""
+    return lambda: out.commands[-1].values if out.commands else middle(arm)
+
+
+def far(
+    arm: RobotConfig, here: Callable[[], np.ndarray] | None = None, **changes: Any
+) -> tuple[Player, Steps, np.ndarray]:
     """A player whose first chunk starts 0.5 rad from the measured pose, with a ramp allowed."""
     out = Steps()
-    player = Player(changed(arm, first_step="ramp"), settings(), Safety(1), out, lambda: middle(arm))
+    robot = changed(arm, **{"first_step": "ramp", **changes})
+    player = Player(robot, settings(), Safety(1), out, here or follows(out, arm))
     player.activate()
     rows = still(arm)
     rows[:, 0] += 0.5
@@ -557,6 +710,35 @@ def test_a_chunk_that_still_does_not_fit_gets_another_ramp(arm: RobotConfig) -> 
     with pytest.raises(RefusalError) as error:
         give(player, 4, elsewhere)
     assert "ramp" not in str(error.value)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_ramp_does_not_end_the_limit_of_the_first_step(arm: RobotConfig, obeys: bool) -> None:
+    # Without seam_jump_max the chunk that began the ramp would be accepted a tick later, and jump.
+    player, out, rows = far(arm, None if obeys else lambda: middle(arm), seam_jump_max=None)
+    player.tick()
+    with pytest.raises(RefusalError, match="first_step_max"):
+        give(player, 2, rows)
+    for _ in range(200):
+        player.tick()
+    assert out.commands[-1].values.tolist() == rows[0].tolist()
+    if obeys:
+        give(player, 3, rows)
+    else:  # its drives are off
+        with pytest.raises(RefusalError, match="first_step_max"):
+            give(player, 3, rows)
+
+
+def test_a_flush_ends_a_ramp(arm: RobotConfig) -> None:
+    player, out, _ = far(arm)
+    for _ in range(40):
+        player.tick()
+    reached, speed = out.commands[-1].values[0], out.commands[-1].rates[0]
+    player.flush()  # the row it leads to was made for another instruction
+    for _ in range(200):
+        player.tick()
+    assert speed > 0.1 and abs(out.commands[-1].values[0] - reached) <= speed**2 / (2 * 15.0) + 1e-9
+    assert all(c.kind is CommandKind.HOLD and c.rates[0] >= 0 for c in out.commands)
 
 
 def test_no_ramp_for_a_chunk_that_is_wrong_in_itself_or_without_a_measure(arm: RobotConfig) -> None:
