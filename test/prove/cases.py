@@ -18,8 +18,9 @@ class Case:
 
     :param detected: the code that must be told; the cycle asserts it. :param bound_ms: no cycle may take longer, None
         where nothing is to stop. :param recovery: what a person does; every cycle does it and sees the robot move.
-    :param notes: more to print, filled by the cycle. :param factor: so many times the usual number of cycles. :param run: one cycle; ms to the safe command, None when there is
-        none to wait for. :param stand: makes what it runs on.
+    :param notes: more to print, filled by the cycle. :param factor: so many times the usual number of cycles.
+    :param run: one cycle; ms to the safe command, None when there is none to wait for.
+    :param stand: makes what it runs on.
     """
 
     name: str

@@ -52,7 +52,7 @@ def test_whole_lines_are_forwarded_and_the_last_of_stderr_are_kept(child: Child,
     os.write(child.stderr, b"the end")
     child.pump()
     assert child.output.lines() == ("half of a line", "10 %", "the end")
-    assert forwarded(child, capfd).split("\n") == ["loading", "half of a line", "10 %", "", "", ""]
+    assert forwarded(child, capfd).split("\n") == ["loading", "half of a line", "10 %", "", "", "the end", ""]
 
 
 def test_stdout_is_told_where_stderr_is_silent(child: Child) -> None:
