@@ -144,7 +144,7 @@ class MailboxEngine:
     def __init__(self, horizon: int, answers: tuple[str, ...], monitor: Monitor) -> None:
         self._horizon, self._answers, self._monitor = horizon, answers, monitor
         self.box = InFlight()
-        self._new = vars(self.box).copy()
+        self._new = fork(vars(self.box))
         self.computing: Ask | None = None
         self.told = False  # the worker heard that what it computes is cancelled
         self.answered: Chunk | None = None  # its last reply, which may come again
@@ -167,6 +167,8 @@ class MailboxEngine:
         self._monitor.request(request)
         self.owed = (*self.owed, Owed(request.epoch, request.chunk_id))
         self.box.submit(request)
+        if self.lost:  # the I/O thread has ended: whoever submits announces
+            self.look()
 
     def cancel(self, epoch: int) -> None:
         self.cancelled_epoch = max(epoch, self.cancelled_epoch)
@@ -242,7 +244,7 @@ class MailboxEngine:
 
     def renew(self) -> None:
         """A new client and a new engine."""
-        self.box.__dict__ = {n: fork(v) for n, v in self._new.items()}
+        self.box.__dict__ = fork(self._new)
         self.computing = self.answered = None
         self.told = self.signalled = self.lost = False
         self.cancelled_epoch, self.owed = -1, ()

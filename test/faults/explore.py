@@ -37,6 +37,7 @@ COUNTED: dict[str, tuple[str, int]] = {
     "played": ("played", 9),
     "_reported": ("reported", 9),
     "_player_consumed": ("reported", 9),
+    "heard_consumed": ("reported", 9),
 }
 # Ids are taken by their order.
 RANKED = frozenset({"chunk_id", "_chunk_id", "last_chunk_id"})
@@ -104,6 +105,11 @@ def fork(value: Any) -> Any:
     for name in field_names(kind):
         object.__setattr__(copy, name, fork(getattr(value, name)))
     return copy
+
+
+def changed(value: Any, copy: Any) -> bool:
+    """True when what was forked as ``copy`` was written to since."""
+    return mutable(type(value)) and value != copy
 
 
 @functools.cache
@@ -218,7 +224,7 @@ def unmoved(own: dict[str, Any], before: dict[str, Any], names: tuple[str, ...])
     """True when every attribute is the object it was, or a copy that nobody wrote to."""
     for name in names:
         value = own[name]
-        if value is not before[name] and not (mutable(type(value)) and value == before[name]):
+        if value is not before[name] and (not mutable(type(value)) or value != before[name]):
             return False
     return True
 
@@ -292,12 +298,13 @@ class Search:
         constants = [{n: v for n, v in own.items() if not isinstance(v, plain)} for own in start]
         for _ in range(40):
             for part, own in zip(parts, start, strict=True):
-                part.__dict__ = own.copy()
+                part.__dict__ = {n: v if type(v) is dict else fork(v) for n, v in own.items()}
             for _ in range(60):
                 with contextlib.suppress(Violation):
                     self._model.apply(chance.choice(self._model.events()))
-                for part, constant in zip(parts, constants, strict=True):
-                    for name in [n for n, v in constant.items() if vars(part)[n] is not v]:
+                for part, own, constant in zip(parts, clean, constants, strict=True):
+                    now = vars(part)
+                    for name in [n for n, v in constant.items() if now[n] is not v or changed(v, own[n])]:
                         del constant[name]
         for part, own, constant in zip(parts, clean, constants, strict=True):
             part.__dict__ = {**own, **constant}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from bisect import bisect_right as bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ import rclpy
 import yaml
 from engines import rows
 from explore import Event, Found, Frame, Search, Violation
-from invariants import DT_S, CommandRules, Limits, Monitor, Spliced
+from invariants import DT_S, CommandRules, Limits, Monitor, Spliced, Transition
 from machine import DT_NS, POSE, Bounds, Machine, given_rates
 from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus, PolicyStatus
 from rclpy.context import Context
@@ -33,11 +33,14 @@ from rclpy.parameter import Parameter
 from rclpy.signals import SignalHandlerOptions
 from std_srvs.srv import Trigger
 
+from phyai_engine.safety import Safety
 from phyai_engine.types import F64, CommandKind
 from phyai_ros import outputs, player_node
 from phyai_ros.commands import Command
+from phyai_ros.control_loop import Counters
 from phyai_ros.convert import stamp_ns
 from phyai_ros.outputs import ChunksOutput
+from phyai_ros.player import Player
 from phyai_ros.player_node import PlayerNode
 from phyai_ros.session import Session
 
@@ -59,6 +62,15 @@ class Packet:
     message: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The player's count when the newest request was made lies between these."""
+
+    chunk_id: int
+    heard_consumed: int
+    consumed_steps: int
+
+
 class Network:
     """What is on its way."""
 
@@ -66,6 +78,8 @@ class Network:
         self.chunks: tuple[Packet, ...] = ()
         self.statuses: tuple[Packet, ...] = ()
         self.cut = False
+        self.snapshot: Snapshot | None = None
+        self.heard_consumed = 0  # the player's count as the policy node last heard it
 
 
 class Quiet:
@@ -107,19 +121,30 @@ class Elsewhere(PlayerNode):
 
 
 class Witness(CommandRules):
-    """Watches the player elsewhere."""
+    """Watches the player elsewhere.
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.made_of = args
+    :param strict: its latch may leave only by a re-arm that came after it, not by news of an earlier one.
+    """
+
+    def __init__(self, player: Player, limits: Limits, rows_of: Callable[[int], F64], *, strict: bool) -> None:
+        super().__init__(player, limits, rows_of)
+        self.strict = strict
         self.forbidden_epoch = -1  # a status said that the robot may not move in it
         self.silent = 0  # ticks since a status arrived
+        self.latched = False
         self.rearmed = False  # the policy node was re-armed since this player latched
+        self.latched_word = False  # since this player latched it heard that the policy node is latched
 
     def command(self, command: Command) -> None:
         super().command(command)
         if command.kind is CommandKind.ACTION and command.epoch <= self.forbidden_epoch:
             raise Violation("I1", f"ACTION of epoch {command.epoch}, forbidden up to {self.forbidden_epoch}")
+
+    def look(self) -> None:
+        """Before anything else happens to it: has the player latched?"""
+        if self._player.safety.latched and not self.latched:
+            self.rearmed = self.latched_word = False
+        self.latched = self._player.safety.latched
 
     def end(self, event: str, *, stopped: bool) -> None:
         """An event has happened.
@@ -133,10 +158,10 @@ class Witness(CommandRules):
             raise Violation("I2", "the player's abort did not latch")
         if stopped and before.may_play and not self.now.said:
             raise Violation("I2", "the player's abort commanded nothing")
-        if before.latched and not after.latched and event != "robot_restart" and not self.rearmed:
+        allowed = self.rearmed if self.strict else self.latched_word
+        if before.latched and not after.latched and event != "robot_restart" and not allowed:
             raise Violation("I7", f"{event}: the player's latch ({before.cause.name}) left without a re-arm since")
-        if after.latched and not before.latched:
-            self.rearmed = False
+        self.look()
         if after.epoch != before.epoch:
             self.acted = self.spliced = None
         self.aborted = after.latched
@@ -178,12 +203,12 @@ class LinkMachine(Machine):
         settle(self.node, context)
         self.remote = self.node._player
         limits = Limits(0, 0, 2 + bounds.stop_hold_steps + 1, bounds.horizon)
-        self.witness = Witness(self.remote, limits, lambda c: rows(bounds.horizon, c))
+        self.witness = Witness(self.remote, limits, lambda c: rows(bounds.horizon, c), strict=bounds.strict)
         self.desk = Desk(self)
         self._parts += [self._output, self.desk, self.network, self.node, self.remote, self.witness]
-        self._new["node"] = {**vars(self.node)}
-        self._new["remote"] = {**vars(self.remote)}
-        self.snapshot_at = 0
+        for name in ("node", "remote", "witness", "monitor", "desk"):
+            self._new[name] = vars(getattr(self, name)).copy()
+        self._new["output"] = vars(self._output).copy()
 
     def _make_output(self) -> Any:
         return ChunksOutput(self._robot, self._send_chunk, self._mono_ns)
@@ -230,7 +255,10 @@ class LinkMachine(Machine):
             return found + late
         calls = ["flush", "deactivate", "abort"] if self.world.active else ["activate"]
         calls += ["rearm"] * self.player.safety.latched
-        found += [(name,) for name in (*calls, "robot_abort", "robot_restart", *["sever"] * (not network.cut))]
+        found += [
+            (name,)
+            for name in (*calls, "robot_abort", "robot_restart", "policy_restart", *["sever"] * (not network.cut))
+        ]
         found += [(f"{name}_again", i) for name, i, packet in self._packets() if packet.arrived and not network.cut]
         found += [(*e, "late") for e in found if e[0] == "answer"]
         found += [(name, "late") for name in calls] * (left > 1)
@@ -287,8 +315,12 @@ class LinkMachine(Machine):
             self._heard(self._status())
 
     def _tick_here(self) -> None:
+        newest = self.engine.ids[-1:]
+        heard = self.network.heard_consumed
         if self.world.active:
             self.loop.tick(self.world.now_ns)
+        if self.engine.ids[-1:] != newest:
+            self.network.snapshot = Snapshot(self.engine.ids[-1], heard, self.remote.handoff.consumed)
 
     def _sever(self) -> None:
         self.network.cut = True
@@ -310,8 +342,10 @@ class LinkMachine(Machine):
         self._heard(packet)
 
     def _heard(self, packet: Packet) -> None:
+        self.witness.look()
         self.node.callbacks["status"](packet.message)
         self.witness.silent = 0
+        self.witness.latched_word |= packet.cause
         if packet.state not in player_node.MOVING:
             self.witness.forbidden_epoch = max(self.witness.forbidden_epoch, packet.epoch)
 
@@ -322,8 +356,13 @@ class LinkMachine(Machine):
         before = self.remote.handoff.playing
         self.node.callbacks["chunk"](packet.message)
         playing = self.remote.handoff.playing
-        if playing is not before and playing is not None:
-            self.witness.spliced = Spliced(playing.epoch, playing.chunk_id, packet.base_step)
+        if playing is before or playing is None:
+            return
+        if packet.epoch != playing.epoch or packet.chunk_id != playing.chunk_id:
+            raise Violation("I1", f"chunk {packet.chunk_id} of epoch {packet.epoch} plays as one of {playing.epoch}")
+        if before is not None and before.epoch == packet.epoch and before.chunk_id >= packet.chunk_id:
+            raise Violation("I6", f"chunk {packet.chunk_id} after {before.chunk_id}")
+        self.witness.spliced = Spliced(playing.epoch, playing.chunk_id, packet.base_step)
 
     _word_again, _chunk_again = _word, _chunk
 
@@ -333,12 +372,30 @@ class LinkMachine(Machine):
     def _robot_restart(self) -> None:
         self.node.__dict__ = {**self._new["node"]}
         self.remote.__dict__ = {**self._new["remote"]}
-        self.witness.__init__(*self.witness.made_of)  # type: ignore[misc]
+        self.witness.__dict__ = {**self._new["witness"], "now": self.witness.now}
+
+        self.network.snapshot, self.network.heard_consumed = None, 0
+
+    def _policy_restart(self) -> None:
+        """Another policy node of the same name: its epochs are higher, its chunk ids and counts begin anew."""
+        safety = Safety(epoch=self.player.safety.epoch + 10)
+        new = self._new
+        self.player.__dict__ = {**new["player"], "safety": safety}
+        self.loop.__dict__ = {**new["loop"], "counters": Counters()}
+        self._output.__dict__, self.desk.__dict__ = {**new["output"]}, {**new["desk"]}
+        self.monitor.__dict__ = {**new["monitor"], "now": Transition("policy_restart", self.player)}
+        self.engine.asks, self.world.active = (), False
+        self.engine.renew()
+        self.network.snapshot, self.network.heard_consumed = None, 0
 
     # ---- what is published ----------------------------------------------------------------------------------------
 
     def _send_chunk(self, key: str, message: ActionChunk) -> None:
-        at = stamp_ns(message.header.stamp)
+        at, taken = stamp_ns(message.header.stamp), self.network.snapshot
+        if taken is not None and taken.chunk_id == message.chunk_id:
+            base = message.base_step
+            if not taken.heard_consumed <= base <= taken.consumed_steps:
+                raise Violation("I5", f"base_step {base} of chunk {message.chunk_id}, taken at {taken}")
         packet = Packet(message.epoch, message.chunk_id, message.base_step, stamp_ns=at, message=message)
         self.network.chunks = (*self.network.chunks, packet)[-2:]
         if not self._late:
@@ -348,6 +405,7 @@ class LinkMachine(Machine):
         """The player node published something."""
         if isinstance(message, ChunkStatus):
             if not self.network.cut:
+                self.network.heard_consumed = message.consumed_steps
                 self._prompt.append(lambda: Session._acknowledged(self.desk, self._output, message))  # type: ignore[arg-type]
         elif isinstance(message, ActionStep):
             values, rates = np.array(message.values), np.array(message.velocities)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 from engines import MailboxEngine, WildEngine, rows
-from explore import Event, Found, Frame, Search, Violation
+from explore import Event, Found, Frame, Search, Violation, fork
 from invariants import DT_S, Limits, Monitor
 
 from phyai_engine.config import ActionEntry, RobotConfig, StateEntry
@@ -45,6 +45,7 @@ class Bounds:
     :param blind: also every call while observation and joint states are stale.
     :param without: events left out. :param calls: calls and faults in one run, link machine only.
     :param orders: which side may tick first in a period; likewise.
+    :param strict: see link.Witness; likewise.
     """
 
     schedule: Schedule = Schedule.RTC
@@ -65,6 +66,7 @@ class Bounds:
     without: frozenset[str] = frozenset()
     calls: int = 3
     orders: tuple[str, ...] = ("here", "there")
+    strict: bool = False
 
 
 def robot() -> RobotConfig:
@@ -129,6 +131,7 @@ class Machine:
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self.world = bounds, World()
         self._blind = self._may_sleep = False
+        self._slept = 0
         self._robot = robot()
         self._output = self._make_output()
         self.player = self._make_player()
@@ -140,7 +143,7 @@ class Machine:
         self._parts = [self.world, self.player, self.loop, self.engine, self.monitor]
         if bounds.mailbox:
             self._parts.append(self.engine.box)
-        self._new = {name: vars(part).copy() for name, part in (("player", self.player), ("loop", self.loop))}
+        self._new = {name: fork(vars(part)) for name, part in (("player", self.player), ("loop", self.loop))}
 
     def _make_output(self) -> Any:
         return Steps(self)
@@ -219,6 +222,7 @@ class Machine:
         monitor, active, refused = self.monitor, self.world.active, False
         monitor.begin(name)
         call = getattr(self, f"_{name}", None)
+        self._may_sleep = False
         try:
             if call is not None:
                 refused = call() is False
@@ -296,7 +300,7 @@ class Machine:
         self.player.deactivate()
         safety = self.player.safety
         self.player.__dict__ = {**self._new["player"], "safety": safety}
-        self.loop.__dict__ = self._new["loop"].copy()
+        self.loop.__dict__ = fork(self._new["loop"])
         self.engine.renew()
         self._param_is(self.world.holds_for_ever)
 
@@ -309,7 +313,7 @@ class Machine:
         self.loop.settings = replace(self.loop.settings, hold_max_s=hold_s)
 
     def _finish(self) -> None:
-        self._may_sleep = True
+        self._may_sleep, self._slept = True, 0
         self.player.finish_stop()
         self._may_sleep = False
 
@@ -319,6 +323,9 @@ class Machine:
         """Stands for time.sleep."""
         if not self._may_sleep:
             raise Violation("I9", f"a callback waits for {seconds} s")
+        self._slept += 1
+        if self._slept > 50:
+            raise Violation("I2", "the stop does not end")
 
     def _mono_ns(self) -> int:
         return self.world.now_ns

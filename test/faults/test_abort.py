@@ -292,7 +292,7 @@ def test_rearm_without_a_fresh_observation_leaves_the_latch(bench: Make) -> None
 # -- refusals end in the latch -------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(23)
+@pytest.mark.fault(7, 23)
 def test_a_model_that_only_gives_nan_holds_then_latches(bench: Make) -> None:
     loop = bench(hold_max_s=0.4)
     loop.start()

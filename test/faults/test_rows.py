@@ -19,6 +19,7 @@ ROWS: dict[int, tuple[str, tuple[str, ...]]] = {
     3: ("the first chunk begins in its middle", ("huggingface/lerobot/pull/4223",)),
     4: ("a short list of committed actions is filled up with zeros", ("huggingface/lerobot/pull/4454",)),
     5: ("committed actions are cut where they stood when inference began", ("strands-labs/robots/pull/3402",)),
+    7: ("the robot waits without end for a chunk and nobody is told", ("huggingface/lerobot/issues/2356",)),
     9: ("a camera that pauses for 250 ms ends the run", ("huggingface/lerobot/issues/1675",)),
     11: ("an exception in a callback wedges the synchroniser", ("ros2/message_filters/issues/169",)),
     12: (

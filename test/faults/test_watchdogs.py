@@ -116,6 +116,25 @@ def test_handoffs_missed_in_a_row_latch(bench: Make) -> None:
     latched(loop, AbortCause.MISSES)
 
 
+def test_a_player_elsewhere_that_has_not_gone_beyond_the_prediction_is_no_reason_to_stop(bench: Make) -> None:
+    """Its ticks have another phase: every handoff was late by some ms, and ten of them stopped a healthy robot."""
+    loop = bench(ticks=False)
+    limits(loop, misses_max=3)
+    loop.start(0.0)
+    for _ in range(6):
+        count = len(loop.engine.requests)
+        for _ in range(2 * HORIZON):
+            if len(loop.engine.requests) == count:
+                loop.written.reported += 1
+                loop.tick()
+        assert len(loop.engine.requests) == count + 1
+        loop.mono_ns += round(20 * DT_S * 1e9)
+        loop.answer(loop.ramp(0.0))
+        loop.tick()
+    assert loop.loop.counters.misses_cond == 6
+    assert loop.safety is not SafetyState.LATCHED
+
+
 def test_a_request_that_fails_until_the_chunk_runs_out_is_one_miss(bench: Make) -> None:
     loop = bench(Schedule.NAIVE_ASYNC)
     loop.start(0.0)

@@ -154,13 +154,17 @@ class Stand:
 
     def start_policy(self) -> None:
         """Start the policy node, configure and activate it."""
+        self.launch_policy()
+        self.change(Transition.TRANSITION_CONFIGURE)
+        self.change(Transition.TRANSITION_ACTIVATE)
+
+    def launch_policy(self) -> None:
+        """Start the policy node; unconfigured."""
         self.statuses.clear()
         self.policy = self.launch(*self._policy, **self._given)
         new = lambda: self.statuses and self.statuses[-1].lifecycle_label == "unconfigured"  # noqa: E731
         self.until(new, 30.0, "the policy node")  # after a SIGKILL the dead node's services still seem to be there
         self.spin(0.3)
-        self.change(Transition.TRANSITION_CONFIGURE)
-        self.change(Transition.TRANSITION_ACTIVATE)
 
     def start_player(self) -> None:
         """Start the player node."""
