@@ -137,12 +137,15 @@ class WildEngine:
 
 
 class MailboxEngine:
-    """The client without its sockets: requests and replies pass the real InFlight, in steps of the I/O thread."""
+    """The client without its sockets: requests and replies pass the real InFlight, in steps of the I/O thread.
+
+    :param prompt: that thread runs at once after every call, else whenever it likes.
+    """
 
     events_at_once = False
 
-    def __init__(self, horizon: int, answers: tuple[str, ...], monitor: Monitor) -> None:
-        self._horizon, self._answers, self._monitor = horizon, answers, monitor
+    def __init__(self, horizon: int, answers: tuple[str, ...], prompt: bool, monitor: Monitor) -> None:
+        self._horizon, self._answers, self._prompt, self._monitor = horizon, answers, prompt, monitor
         self.box = InFlight()
         self._new = fork(vars(self.box))
         self.computing: Ask | None = None
@@ -167,12 +170,12 @@ class MailboxEngine:
         self._monitor.request(request)
         self.owed = (*self.owed, Owed(request.epoch, request.chunk_id))
         self.box.submit(request)
-        if self.lost:  # the I/O thread has ended: whoever submits announces
-            self.look()
+        self._called()
 
     def cancel(self, epoch: int) -> None:
         self.cancelled_epoch = max(epoch, self.cancelled_epoch)
         self.box.cancel(epoch)
+        self._called()
 
     def poll(self) -> list[Any]:
         events = self.box.poll()
@@ -193,7 +196,7 @@ class MailboxEngine:
         found: list[Event] = [("deliver",)] if self.signalled else []
         if self.lost:
             return found
-        found += [("io",), ("died",), ("garbage",)]
+        found += [("died",), ("garbage",), *[("io",)] * (not self._prompt)]
         if self.computing is not None:
             found += [*(("answer", kind) for kind in self._answers), ("fail",)]
             found += [("cancelled",)] if self.told else []
@@ -226,10 +229,19 @@ class MailboxEngine:
             else:
                 error = CancelledError("it was cancelled") if name == "cancelled" else EngineError("it failed")
                 self.box.failed(ask.epoch, ask.chunk_id, error)
-        self.look()
+        if self._prompt and not self.lost:
+            self._send()
+        self._announce()
 
-    def look(self) -> None:
-        """The client's thread calls the node once events are queued."""
+    def _called(self) -> None:
+        """The node called; where the I/O thread has ended, whoever submits announces."""
+        if self._prompt and not self.lost:
+            self._send()
+        if self._prompt or self.lost:
+            self._announce()
+
+    def _announce(self) -> None:
+        """The node is called once events are queued."""
         self.signalled |= self.box.take_announcement()
 
     def _send(self) -> None:

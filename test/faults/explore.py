@@ -64,8 +64,11 @@ FIELDS = {
 }
 
 
-class Violation(AssertionError):
-    """An invariant does not hold. ``name`` is one of invariants.NAMES."""
+class Violation(BaseException):
+    """An invariant does not hold. ``name`` is one of invariants.NAMES.
+
+    Not an Exception: the nodes turn those into a stop.
+    """
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
@@ -197,6 +200,7 @@ class Found:
     :param depth: events from the start to the farthest state. :param violation: None when every invariant held.
     :param trace: the shortest events that lead to the violation.
     :param complete: False when the search ended before every state was visited.
+    :param events: how often each happened. :param seen: what the model noted on the way.
     """
 
     states: int
@@ -205,6 +209,7 @@ class Found:
     seconds: float
     complete: bool
     events: Mapping[str, int]
+    seen: frozenset[Any]
     violation: Violation | None = None
     trace: tuple[Event, ...] = ()
 
@@ -366,4 +371,5 @@ class Search:
         complete: bool = False,
     ) -> Found:
         seconds = time.perf_counter() - began
-        return Found(len(self._parents), transitions, depth, seconds, complete, self._counts, violation, trace)
+        seen = frozenset(getattr(self._model, "seen", ()))
+        return Found(len(self._parents), transitions, depth, seconds, complete, self._counts, seen, violation, trace)

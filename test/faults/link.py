@@ -34,7 +34,7 @@ from rclpy.signals import SignalHandlerOptions
 from std_srvs.srv import Trigger
 
 from phyai_engine.safety import Safety
-from phyai_engine.types import F64, CommandKind
+from phyai_engine.types import F64, AbortCause, CommandKind, Schedule
 from phyai_ros import outputs, player_node
 from phyai_ros.commands import Command
 from phyai_ros.control_loop import Counters
@@ -45,6 +45,19 @@ from phyai_ros.player_node import PlayerNode
 from phyai_ros.session import Session
 
 STATUS_TICKS = 3.5  # silence of the policy node after which the player stops
+LINK = Bounds(
+    schedule=Schedule.NAIVE_ASYNC,
+    horizon=2,
+    execution_steps=1,
+    remembered=1,
+    answers=("ok",),
+    request_ticks=1.5,
+    hold_ticks=1.5,
+    misses_max=0,
+    age_ticks=0,
+    calls=2,
+    orders=("here",),
+)
 FREE = ("tick", "answer", "mend", "word", "chunk")  # everything else counts
 
 
@@ -152,6 +165,8 @@ class Witness(CommandRules):
         :param stopped: it was an abort of this player.
         """
         before, after = self.now.safety, self._player.safety
+        if after.cause is AbortCause.EXCEPTION:
+            raise Violation("exception", after.text)
         if after.epoch < before.epoch and event != "robot_restart":
             raise Violation("epoch", f"the player's: from {before.epoch} to {after.epoch}")
         if stopped and not after.latched:

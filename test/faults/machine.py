@@ -41,7 +41,7 @@ class Bounds:
     :param answers: what a delivered chunk may be: ok, nan, out (of the limits), short (a row missing), jump (a seam).
     :param remembered: requests the engine may still answer, the newest included.
     :param request_ticks: request_timeout_s; ``hold_ticks`` max_hold_s, both [ticks].
-    :param mailbox: the client's real mailbox lies before the engine.
+    :param mailbox: the client's real mailbox lies before the engine; ``prompt``: its thread is never late.
     :param blind: also every call while observation and joint states are stale.
     :param without: events left out. :param calls: calls and faults in one run, link machine only.
     :param orders: which side may tick first in a period; likewise.
@@ -62,6 +62,7 @@ class Bounds:
     answers: tuple[str, ...] = ("ok", "nan")
     blind: bool = False
     mailbox: bool = False
+    prompt: bool = False
     first_epoch: int = 100
     without: frozenset[str] = frozenset()
     calls: int = 3
@@ -130,6 +131,7 @@ class Machine:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self.world = bounds, World()
+        self.seen: set[Any] = set()  # states, outcomes and refusals, for tests that all of them did come up
         self._blind = self._may_sleep = False
         self._slept = 0
         self._robot = robot()
@@ -154,7 +156,7 @@ class Machine:
     def _make_engine(self) -> Any:
         b = self.bounds
         if b.mailbox:
-            return MailboxEngine(b.horizon, b.answers, self.monitor)
+            return MailboxEngine(b.horizon, b.answers, b.prompt, self.monitor)
         return WildEngine(b.horizon, b.answers, b.remembered, self.monitor)
 
     def _make_player(self) -> Player:
@@ -236,6 +238,7 @@ class Machine:
             raise Violation("exception", f"{name}: {error!r}") from error
         monitor.end(active=active, fresh=not self._blind, refused=refused, holds_for_ever=self.world.holds_for_ever)
         self.engine.check()
+        self.seen.add(self.player.safety.state)
 
     # ---- the node's events; False where it says no ----------------------------------------------------------------
 
@@ -339,6 +342,7 @@ class Machine:
         return Observation({}, POSE.copy(), POSE * np.nan, "", 1, 1, now_mono_ns, now_mono_ns)
 
     def _report(self, timing: Timing) -> None:
+        self.seen.update((timing.outcome, timing.refusal))
         self.monitor.report(timing)
 
 
