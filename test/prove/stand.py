@@ -107,10 +107,15 @@ class Stand:
         self._policy, self._given = tuple(policy), given
         topic = {"command_topic": "player_node/step"} if player is not None else {}
         sim = {"robot": "arm7", "image_width": 64, "image_height": 48, **topic}
+        self._started: list[subprocess.Popen[bytes]] = []
         self.sim = self.launch("-m", "phyai_ros.sim_node", **sim)
-        if player is not None:
-            self.start_player()
-        self.start_policy()
+        try:
+            if player is not None:
+                self.start_player()
+            self.start_policy()
+        except BaseException:
+            self.close()  # the next case needs the context, and nothing may play on
+            raise
         gc.collect()
         gc.freeze()  # the observer must not be what is late
         gc.disable()
@@ -150,7 +155,9 @@ class Stand:
         """A node as a process."""
         pairs = [item for key, value in {**parameters, **self._use}.items() for item in ("-p", f"{key}:={value}")]
         with self._log.open("ab") as log:
-            return subprocess.Popen([sys.executable, *command, "--ros-args", *pairs], stdout=log, stderr=log)
+            process = subprocess.Popen([sys.executable, *command, "--ros-args", *pairs], stdout=log, stderr=log)
+        self._started.append(process)
+        return process
 
     def start_policy(self) -> None:
         """Start the policy node, configure and activate it."""
@@ -180,7 +187,7 @@ class Stand:
     def close(self) -> list[int]:
         """End everything; exit codes after SIGINT."""
         gc.enable()
-        processes = [self.policy, self.sim, *([self.player] if self._player is not None else [])]
+        processes = [process for process in self._started if process.returncode is None]
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGINT)
