@@ -21,10 +21,10 @@ import numpy as np
 import yaml
 from engines import NOTHING, rows, spoiled
 from explore import Violation
+from handoff_machine import robot
 from invariants import Limits, Monitor
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
-from machine import robot
 from phyai_policy.msg import ActionStep, ChunkTiming, PolicyStatus
 from rclpy.context import Context
 from rclpy.parameter import Parameter

@@ -24,8 +24,8 @@ import rclpy
 import yaml
 from engines import rows
 from explore import Event, Found, Frame, Search, Violation
+from handoff_machine import DT_NS, POSE, Bounds, Machine, given_rates
 from invariants import DT_S, CommandRules, Limits, Monitor, Spliced, Transition
-from machine import DT_NS, POSE, Bounds, Machine, given_rates
 from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus, PolicyStatus
 from rclpy.context import Context
 from rclpy.node import Node

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from machine import Bounds
+from handoff_machine import Bounds
 
 from phyai_engine.envelope import Envelope
 from phyai_engine.errors import RefusalError

@@ -18,8 +18,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from explore import Event, Found, Frame, Search, Violation
+from handoff_machine import explore
 from invariants import NAMES
-from machine import explore
 from mutations import MUTATIONS, QUICK, Mutation
 
 from phyai_engine.types import SafetyState, Schedule
