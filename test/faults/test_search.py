@@ -120,7 +120,8 @@ def test_news_of_an_earlier_re_arm_leaves_the_players_own_latch() -> None:
     from link import LINK, linked
 
     with linked(replace(LINK, strict=True, calls=9)) as machine:
-        for event in [("activate",), ("abort", "late"), ("rearm", "late"), ("robot_abort",), ("word", 0), ("word", 1)]:
+        late = [("activate",), ("abort", "late"), ("rearm", "late"), ("robot_abort",), ("word", 0), ("word", 1)]
+        for event in late + [("tick", "here")] * 3:  # its own stop is finished first
             machine.apply(event)
 
 
