@@ -44,7 +44,7 @@ from phyai_ros.diagnostics import OUTCOMES
 from phyai_ros.policy_node import PolicyNode
 
 HORIZON, DT_NS = 6, 100_000_000
-HOLD_S, REQUEST_S = 1.05, 0.85  # max_hold_s and request_timeout_s: `sync` holds during every inference
+HOLD_S, REQUEST_S = 1.05, 0.85  # max_hold_s and request_timeout_s
 LIMITS = Limits(REQUEST_S * 1e9 / DT_NS, HOLD_S * 1e9 / DT_NS, 2 + 2 + 1, HORIZON)
 OUTCOME_NAMES = {number: name for name, number in OUTCOMES.items()}
 TRANSITIONS = {
