@@ -45,7 +45,7 @@ class Network:
         self.statuses: tuple[Packet, ...] = ()
         self.cut = False
         self.snapshot: Snapshot | None = None
-        self.heard_consumed = 0  # the player's count as the policy node last heard it
+        self.heard_consumed: int | None = 0  # the player's count as the policy node last heard it; None: not this one's
 
 
 class Quiet:

@@ -252,7 +252,9 @@ class LinkMachine(Machine):
         if self.world.active:
             self.loop.tick(self.world.now_ns)
         if self.engine.ids[-1:] != newest:
-            self.network.snapshot = Snapshot(self.engine.ids[-1], heard, self.remote.handoff.consumed)
+            known = heard is not None  # else the policy node does not know yet that the player restarted
+            consumed = self.remote.handoff.consumed
+            self.network.snapshot = Snapshot(self.engine.ids[-1], heard, consumed) if known else None
 
     def _sever(self) -> None:
         self.network.cut = True
@@ -306,7 +308,7 @@ class LinkMachine(Machine):
         self.remote.__dict__ = {**self._new["remote"]}
         self.witness.__dict__ = {**self._new["witness"], "now": self.witness.now}
 
-        self.network.snapshot, self.network.heard_consumed = None, 0
+        self.network.snapshot = self.network.heard_consumed = None
 
     def _policy_restart(self) -> None:
         """Another policy node of the same name: its epochs are higher, its chunk ids and counts begin anew."""
