@@ -80,8 +80,8 @@ class Player:
 
     @property
     def stopping(self) -> bool:
-        """True while stop commands remain to be published."""
-        return self.safety.state is SafetyState.STOPPING
+        """True while stop commands remain to be published, or the coming tick's was published already."""
+        return self.safety.state is SafetyState.STOPPING or self._spoken
 
     def activate(self) -> None:
         """Start a new epoch with nothing to play.

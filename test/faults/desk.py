@@ -7,7 +7,6 @@ test moves. The monitor of the exhaustive search watches here too, beside rules 
 from __future__ import annotations
 
 import array
-import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,12 +18,13 @@ from unittest import mock
 import msgspec
 import numpy as np
 import yaml
-from engines import NOTHING, rows, spoiled
+from engines import rows
 from explore import Violation
 from handoff_machine import robot
 from invariants import Limits, Monitor
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
+from node_in_hand import HORIZON, FakeClock, NodeInHand, Worker
 from phyai_policy.msg import ActionStep, ChunkTiming, PolicyStatus
 from rclpy.context import Context
 from rclpy.parameter import Parameter
@@ -33,174 +33,21 @@ from std_srvs.srv import Trigger
 
 from phyai_engine import timing
 from phyai_engine.config import Camera, StateEntry
-from phyai_engine.errors import CancelledError, EngineDiedError, EngineError, RefusalError
+from phyai_engine.errors import RefusalError
 from phyai_engine.safety import Safety
-from phyai_engine.serve.in_flight import InFlight
-from phyai_engine.serve.protocol import EngineHello
-from phyai_engine.types import AbortCause, Chunk, CommandKind, Request
+from phyai_engine.types import AbortCause, CommandKind
 from phyai_ros import session as session_module
 from phyai_ros.commands import Command
 from phyai_ros.diagnostics import OUTCOMES
-from phyai_ros.policy_node import PolicyNode
 
-HORIZON, DT_NS = 6, 100_000_000
-HOLD_S, REQUEST_S = 1.05, 0.85  # max_hold_s and request_timeout_s
+DT_NS = 100_000_000
+HOLD_S, REQUEST_S = 1.05, 0.85  # max_hold_s and request_timeout_s: `sync` holds during every inference
 LIMITS = Limits(REQUEST_S * 1e9 / DT_NS, HOLD_S * 1e9 / DT_NS, 2 + 2 + 1, HORIZON)
 OUTCOME_NAMES = {number: name for name, number in OUTCOMES.items()}
 TRANSITIONS = {
     name: getattr(Transition, f"TRANSITION_{name.upper()}")
     for name in ("create", "configure", "cleanup", "activate", "deactivate", "destroy")
 }
-
-
-class Worker:
-    """Stands for EngineClient: the real mailbox, and an engine in the test's hand."""
-
-    def __init__(self, desk: Desk, on_event: Callable[[], None]) -> None:
-        self._desk, self._on_event = desk, on_event
-        self.box = InFlight()
-        self.computing: Request | None = None
-        self.last: Chunk | None = None
-        self.alive = True
-        self.pid, self.crash = os.getpid(), None
-
-    def start(self, progress: Any = None, *, give_up: Any = None) -> EngineHello:
-        if self._desk.engine_fails:
-            self.alive = False
-            raise EngineDiedError("the engine ended", got="exit code 13")
-        self._desk.worker = self
-        names = ("joint",)
-        versions: dict[str, str] = {}
-        return EngineHello(
-            horizon=HORIZON, action_names=names, dt_s=0.1, note="", warm_up_ms=(80.0,), pid=1, versions=versions
-        )
-
-    def stop(self, timeout_s: float = 2.0, *, ask: bool = True) -> bool:
-        self.alive = False
-        self.box.close(CancelledError("the client was stopped"), lost=False)
-        return True
-
-    def submit(self, request: Request) -> None:
-        self._desk.monitor.request(request)
-        self.box.submit(request)
-        self.work()
-
-    def cancel(self, epoch: int) -> None:
-        self.box.cancel(epoch)
-        self.work()
-
-    def poll(self) -> Any:
-        return self.box.poll()
-
-    def last_heartbeat_age_s(self) -> float:
-        return 0.0
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return self.box.counters
-
-    def work(self) -> None:
-        """A turn of the client's thread."""
-        self.box.take_cancel()
-        if self.computing is None:
-            self.computing = self.box.take_request()
-        if self.box.take_announcement():
-            self._on_event()
-
-    def finish(self, kind: str) -> None:
-        """What it computes ends: with a chunk (see spoiled), ``fail`` or ``cancelled``."""
-        request, self.computing = self.computing, None
-        if request is None:
-            return
-        ids = request.epoch, request.chunk_id
-        if kind == "fail":
-            self.box.failed(*ids, EngineError("planted"))
-        elif kind == "cancelled":
-            self.box.failed(*ids, CancelledError("it was cancelled"))
-        else:
-            self.last = Chunk(*ids, spoiled(rows(HORIZON, request.chunk_id), kind), NOTHING)
-            self.box.answered(self.last)
-        self.work()
-
-    def repeat(self) -> None:
-        """Its last reply comes again."""
-        if self.last is not None:
-            self.box.answered(self.last)
-            self.work()
-
-    def die(self) -> None:
-        """It ends, or its heartbeat does."""
-        self.alive, self.computing = False, None
-        self.box.close(EngineDiedError("exit code 13"), lost=True)
-        if self.box.take_announcement():
-            self._on_event()
-
-
-class Deskless(PolicyNode):
-    """The policy node; publishers, subscriptions, services and timers are kept instead of made."""
-
-    def __init__(self, desk: Desk, **kwargs: Any) -> None:
-        self.desk, desk.node = desk, self
-        self.callbacks: dict[str, list[Any]] = {}
-        self.timers_kept: list[Any] = []
-        super().__init__(**kwargs)
-
-    def create_publisher(self, kind: Any, topic: str, qos: Any, **_: Any) -> Any:
-        return SimpleNamespace(publish=self.desk.heard)
-
-    create_lifecycle_publisher = create_publisher
-
-    def destroy_lifecycle_publisher(self, publisher: Any) -> None: ...
-
-    def create_subscription(self, kind: Any, topic: str, callback: Any, qos: Any, **_: Any) -> Any:
-        self.callbacks.setdefault(topic, []).append(callback)
-        return topic, callback
-
-    def destroy_subscription(self, subscription: Any) -> bool:
-        topic, callback = subscription
-        self.callbacks[topic].remove(callback)
-        return True
-
-    def create_service(self, kind: Any, name: str, callback: Any, **_: Any) -> None:
-        self.callbacks[name] = [callback]
-
-    def create_guard_condition(self, callback: Any, **_: Any) -> Any:
-        return SimpleNamespace(trigger=lambda: self.desk.pending.append(callback))
-
-    def destroy_guard_condition(self, guard: Any) -> bool:
-        self.desk.pending.clear()
-        return True
-
-    def create_timer(self, period_s: float, callback: Any, **_: Any) -> Any:
-        timer = SimpleNamespace(period_s=period_s, callback=callback)
-        self.timers_kept.append(timer)
-        return timer
-
-    def destroy_timer(self, timer: Any) -> bool:
-        self.timers_kept.remove(timer)
-        return True
-
-    def get_clock(self) -> Any:
-        return self.desk.clock if hasattr(self, "desk") else super().get_clock()
-
-    def get_logger(self) -> Any:
-        return self.desk.logger
-
-
-class FakeClock:
-    """ROS time, in the test's hand."""
-
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self.on_jump: Any = None
-
-    def now(self) -> Any:
-        ns = self._desk.ros_ns
-        return SimpleNamespace(nanoseconds=ns, to_msg=lambda: session_module.to_stamp(ns))
-
-    def create_jump_callback(self, threshold: Any, *, post_callback: Any) -> Any:
-        self.on_jump = post_callback
-        return SimpleNamespace(unregister=lambda: None)
 
 
 class Desk:
@@ -246,8 +93,8 @@ class Desk:
         for patch in self._patched():
             self._patches.enter_context(patch)
         options = {"enable_communication_interface": False, "start_parameter_services": False, "enable_rosout": False}
-        self.node: Deskless
-        Deskless(self, context=context, parameter_overrides=overrides, **options)
+        self.node: NodeInHand
+        NodeInHand(self, context=context, parameter_overrides=overrides, **options)
 
     def _patched(self) -> list[Any]:
         sample = timing.ClockOffset.sample

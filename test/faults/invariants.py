@@ -22,7 +22,7 @@ DT_S = 0.1  # the control period of every searched robot
 NAMES = {
     "I1": "after an abort nothing of an older epoch is commanded, and no action until a re-arm",
     "I2": "an abort commands a stop at once, from every state; the stop comes to rest and ends",
-    "I3": "at most one request is awaited, at most two exist at the engine",
+    "I3": "at most one request is awaited; none is sent while the engine computes another",
     "I4": "every tick commands exactly once while there is something to command, never twice",
     "I5": "played rows are contiguous, begin at the count consumed since the snapshot, and are the engine's own",
     "I6": "accepted chunk ids increase",

@@ -12,9 +12,8 @@ import tempfile
 from bisect import bisect_right as bisect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,13 +21,13 @@ import msgspec
 import numpy as np
 import rclpy
 import yaml
+from elsewhere import Elsewhere, Network, Packet, Snapshot, settle
 from engines import rows
 from explore import Event, Found, Frame, Search, Violation
-from handoff_machine import DT_NS, POSE, Bounds, Machine, given_rates
+from handoff_machine import DT_NS, Bounds, Machine, given_rates
 from invariants import DT_S, CommandRules, Limits, Monitor, Spliced, Transition
 from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus, PolicyStatus
 from rclpy.context import Context
-from rclpy.node import Node
 from rclpy.parameter import Parameter
 from rclpy.signals import SignalHandlerOptions
 from std_srvs.srv import Trigger
@@ -41,7 +40,6 @@ from phyai_ros.control_loop import Counters
 from phyai_ros.convert import stamp_ns
 from phyai_ros.outputs import ChunksOutput
 from phyai_ros.player import Player
-from phyai_ros.player_node import PlayerNode
 from phyai_ros.session import Session
 
 STATUS_TICKS = 3.5  # silence of the policy node after which the player stops
@@ -59,78 +57,6 @@ LINK = Bounds(
     orders=("here",),
 )
 FREE = ("tick", "answer", "mend", "word", "chunk")  # everything else counts
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packet:
-    """One message on its way: what the search may tell apart, and the message."""
-
-    epoch: int
-    chunk_id: int = 0
-    base_step: int = 0
-    state: int = 0
-    cause: bool = False
-    stamp_ns: int = 0
-    arrived: bool = False
-    message: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The player's count when the newest request was made lies between these."""
-
-    chunk_id: int
-    heard_consumed: int
-    consumed_steps: int
-
-
-class Network:
-    """What is on its way."""
-
-    def __init__(self) -> None:
-        self.chunks: tuple[Packet, ...] = ()
-        self.statuses: tuple[Packet, ...] = ()
-        self.cut = False
-        self.snapshot: Snapshot | None = None
-        self.heard_consumed = 0  # the player's count as the policy node last heard it
-
-
-class Quiet:
-    """A logger nobody reads."""
-
-    def error(self, *_: Any, **__: Any) -> None: ...
-
-    warning = info = error
-
-
-class Elsewhere(PlayerNode):
-    """The player node without communication: what it publishes and subscribes to is kept by topic."""
-
-    def __init__(self, machine: LinkMachine, **kwargs: Any) -> None:
-        self.machine = machine
-        self.callbacks: dict[str, Any] = {}
-        super().__init__(**kwargs)
-
-    def create_publisher(self, kind: Any, topic: str, qos: Any, **_: Any) -> Any:
-        return SimpleNamespace(publish=self.machine.published)
-
-    def create_subscription(self, kind: Any, topic: str, callback: Any, qos: Any, **_: Any) -> Any:
-        self.callbacks[topic.rpartition("/")[2]] = callback
-
-    def create_service(self, kind: Any, name: str, callback: Any, **_: Any) -> Any:
-        self.callbacks[name.rpartition("/")[2]] = callback
-
-    def create_timer(self, period_s: float, callback: Any, **_: Any) -> Any:
-        self.callbacks["tick"] = callback
-
-    def get_logger(self) -> Any:
-        return Quiet()
-
-    def _now_ros_ns(self) -> int:
-        return self.machine.world.now_ns
-
-    def _measured(self) -> F64:
-        return POSE.copy()
 
 
 class Witness(CommandRules):
@@ -188,15 +114,6 @@ class Witness(CommandRules):
         self.after_stop(after)
 
 
-def settle(node: Elsewhere, context: Context) -> None:
-    """Leave in the node's own dictionary only what PlayerNode put there: rclpy's part is no state of ours."""
-    plain = Node("plain", context=context, start_parameter_services=False, enable_rosout=False)
-    base = {name: value for name, value in vars(node).items() if name in vars(plain)}
-    plain.destroy_node()
-    node.__class__ = type("Settled", (Elsewhere,), base)
-    node.__dict__ = {name: value for name, value in vars(node).items() if name not in base}
-
-
 class LinkMachine(Machine):
     """A policy node's control path, the network, and a player node beside the controller."""
 
@@ -219,9 +136,9 @@ class LinkMachine(Machine):
         self.remote = self.node._player
         limits = Limits(0, 0, 2 + bounds.stop_hold_steps + 1, bounds.horizon)
         self.witness = Witness(self.remote, limits, lambda c: rows(bounds.horizon, c), strict=bounds.strict)
-        self.desk = Desk(self)
-        self._parts += [self._output, self.desk, self.network, self.node, self.remote, self.witness]
-        for name in ("node", "remote", "witness", "monitor", "desk"):
+        self.receiver = Receiver(self)
+        self._parts += [self._output, self.receiver, self.network, self.node, self.remote, self.witness]
+        for name in ("node", "remote", "witness", "monitor", "receiver"):
             self._new[name] = vars(getattr(self, name)).copy()
         self._new["output"] = vars(self._output).copy()
 
@@ -335,7 +252,9 @@ class LinkMachine(Machine):
         if self.world.active:
             self.loop.tick(self.world.now_ns)
         if self.engine.ids[-1:] != newest:
-            self.network.snapshot = Snapshot(self.engine.ids[-1], heard, self.remote.handoff.consumed)
+            known = heard is not None  # else the policy node does not know yet that the player restarted
+            consumed = self.remote.handoff.consumed
+            self.network.snapshot = Snapshot(self.engine.ids[-1], heard, consumed) if known else None
 
     def _sever(self) -> None:
         self.network.cut = True
@@ -389,7 +308,7 @@ class LinkMachine(Machine):
         self.remote.__dict__ = {**self._new["remote"]}
         self.witness.__dict__ = {**self._new["witness"], "now": self.witness.now}
 
-        self.network.snapshot, self.network.heard_consumed = None, 0
+        self.network.snapshot = self.network.heard_consumed = None
 
     def _policy_restart(self) -> None:
         """Another policy node of the same name: its epochs are higher, its chunk ids and counts begin anew."""
@@ -397,7 +316,7 @@ class LinkMachine(Machine):
         new = self._new
         self.player.__dict__ = {**new["player"], "safety": safety}
         self.loop.__dict__ = {**new["loop"], "counters": Counters()}
-        self._output.__dict__, self.desk.__dict__ = {**new["output"]}, {**new["desk"]}
+        self._output.__dict__, self.receiver.__dict__ = {**new["output"]}, {**new["receiver"]}
         self.monitor.__dict__ = {**new["monitor"], "now": Transition("policy_restart", self.player)}
         self.engine.asks, self.world.active = (), False
         self.engine.renew()
@@ -421,7 +340,8 @@ class LinkMachine(Machine):
         if isinstance(message, ChunkStatus):
             if not self.network.cut:
                 self.network.heard_consumed = message.consumed_steps
-                self._prompt.append(lambda: Session._acknowledged(self.desk, self._output, message))  # type: ignore[arg-type]
+                receiver: Any = self.receiver
+                self._prompt.append(lambda: Session._acknowledged(receiver, self._output, message))
         elif isinstance(message, ActionStep):
             values, rates = np.array(message.values), np.array(message.velocities)
             kind = CommandKind(message.kind)
@@ -429,7 +349,7 @@ class LinkMachine(Machine):
             self.witness.command(Command(kind, values, rates, *said))
 
 
-class Desk:
+class Receiver:
     """What Session._acknowledged needs of a session."""
 
     def __init__(self, machine: LinkMachine) -> None:

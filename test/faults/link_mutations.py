@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from link import LINK
-from mutations import Mutation, after, instead, m
+from mutations import Mutation, after, instead, planted
 
 from phyai_ros.outputs import ChunksOutput
 from phyai_ros.player import Player
@@ -50,10 +50,10 @@ def base(consumed: int | None, *_: Any) -> int | None:
 
 TWO = replace(LINK, calls=3)
 LINK_MUTATIONS: dict[str, Mutation] = {
-    "deaf": m("stops are not obeyed", "I1", instead(Player, "follow", deaf), LINK),
-    "lonely": m("a silent policy node is not noticed", "I10", instead(PlayerNode, "_check_policy", lonely), LINK),
-    "credulous": m("the player's latch leaves by itself", "I7", instead(Player, "follow", credulous), TWO),
-    "old_epoch": m("the chunk's epoch is not checked", "I1 I5", instead(PlayerNode, "_take", old_epoch), TWO),
-    "again": m("duplicates are accepted", "I6 I5", instead(PlayerNode, "_take", again), LINK),
-    "base": m("the count is off by one", "I5", after(ChunksOutput, "consumed", base), LINK),
+    "deaf": planted("stops are not obeyed", "I1", instead(Player, "follow", deaf), LINK),
+    "lonely": planted("a silent policy node is not noticed", "I10", instead(PlayerNode, "_check_policy", lonely), LINK),
+    "credulous": planted("the player's latch leaves by itself", "I7", instead(Player, "follow", credulous), TWO),
+    "old_epoch": planted("the chunk's epoch is not checked", "I1 I5", instead(PlayerNode, "_take", old_epoch), TWO),
+    "again": planted("duplicates are accepted", "I6 I5", instead(PlayerNode, "_take", again), LINK),
+    "base": planted("the count is off by one", "I5", after(ChunksOutput, "consumed", base), LINK),
 }

@@ -1,6 +1,6 @@
 """Messages, services, parameters, lifecycle calls and faults in any order against the policy node's real callbacks.
 
-Hypothesis chooses; every step is checked by desk.Desk. A short run here, 50 000 steps with ``make prove-search``.
+Hypothesis chooses; every callback is checked by desk.Desk. A short run here, 50 000 rules with ``make prove-search``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 pytest.importorskip("rclpy", reason="ROS 2 is not on the path: run `make test`")
 pytest.importorskip("phyai_policy", reason="the package is not built: run `make test`")
@@ -32,6 +32,16 @@ from phyai_engine.safety import Safety
 from phyai_engine.types import AbortCause, SafetyState
 
 pytestmark = pytest.mark.ros
+CAUSES = (
+    "SERVICE",
+    "FLEET_STOP",
+    "CLOCK_JUMP",
+    "EXCEPTION",
+    "ENGINE_LOST",
+    "SIGNAL",
+    "INFERENCE_DEADLINE",
+    "EXHAUSTED",
+)
 PARAMETERS = [
     ("max_hold_s", 0.0),
     ("max_hold_s", 1.05),
@@ -59,10 +69,11 @@ class NodeMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.desk: Desk
 
-    @initialize(schedule=st.sampled_from(["rtc", "naive_async", "sync"]), running=st.booleans())
-    def begin(self, schedule: str, running: bool) -> None:
-        hold = {"max_hold_s": 0.0} if schedule == "sync" else {}
-        self.desk = Desk(self.context, Path(self.folder.name), schedule=schedule, **hold)
+    @initialize(
+        schedule=st.sampled_from(["rtc", "naive_async", "sync"]), holds=st.sampled_from([0, 2]), running=st.booleans()
+    )
+    def begin(self, schedule: str, holds: int, running: bool) -> None:
+        self.desk = Desk(self.context, Path(self.folder.name), schedule=schedule, stop_hold_steps=holds)
         if running:
             self.recover()
 
@@ -74,6 +85,14 @@ class NodeMachine(RuleBasedStateMachine):
             if i % every == 0 and self.desk.worker is not None:
                 self.desk.worker.finish("ok")
 
+    @rule(ticks=st.integers(1, 14), kind=st.sampled_from(["nan", "out", "fail"]))
+    def starve(self, ticks: int, kind: str) -> None:
+        """The engine answers, but nothing that can be played."""
+        for _ in range(ticks):
+            self.desk.tick()
+            if self.desk.worker is not None:
+                self.desk.worker.finish(kind)
+
     @rule()
     def recover(self) -> None:
         """Whatever happened, an operator gets the robot moving again by the calls that are written in the README."""
@@ -81,12 +100,11 @@ class NodeMachine(RuleBasedStateMachine):
         self.fleet(False)
         if desk.label == "unconfigured":
             assert desk.transition("configure")
-        for _ in range(8):  # a stop is finished, old stamps are followed
-            desk.tick()
+        self.drive(8, 1)  # a stop is finished, old stamps are followed
         if desk.worker is not None and not desk.worker.alive:
             if desk.safety.may_play:
                 desk.call("abort")
-                self.wait(8, True, True)
+                self.drive(8, 1)
             assert desk.call("restart_engine").success
         if desk.safety.latched:
             answer = desk.call("rearm")
@@ -97,7 +115,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.drive(12, 1)
         assert desk.actions > actions, f"{desk.safety}, {desk.status.last_refusal_text}"
 
-    @rule(ticks=st.integers(1, 5), sensors=st.booleans(), look=st.booleans())
+    @rule(ticks=st.integers(1, 14), sensors=st.booleans(), look=st.booleans())
     def wait(self, ticks: int, sensors: bool, look: bool) -> None:
         """The engine is busy; perhaps the sensors are silent, or the executor is late to see what it said."""
         for _ in range(ticks):
@@ -184,6 +202,11 @@ class NodeMachine(RuleBasedStateMachine):
     def report(self) -> None:
         self.desk.report()
 
+    @invariant()
+    def count(self) -> None:
+        """Counts the rules; what must hold is checked after every callback, in desk.Desk."""
+        self.tally["rules"] += 1
+
     def teardown(self) -> None:
         if hasattr(self, "desk"):
             self.tally["steps"] += self.desk.steps
@@ -193,22 +216,23 @@ class NodeMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def run(context: Context, *, examples: int, seed: int | None = None, steps: int = 40) -> Counter[Any]:
-    """Runs of the machine; how often every safety state, abort cause and lifecycle state was left behind.
+def run(context: Context, *, examples: int, seed: int | None = None, shrink: bool = True) -> Counter[Any]:
+    """Runs of up to 40 rules; how often every safety state, abort cause and lifecycle state was left behind.
 
-    :param seed: None: the same runs every time.
+    :param seed: None: the same runs every time. :param shrink: a failure is told by its shortest run.
     """
     machine = type("Run", (NodeMachine,), {"context": context, "tally": Counter()})
     if seed is not None:
         machine._hypothesis_internal_use_seed = seed
     chosen = settings(
         max_examples=examples,
-        stateful_step_count=steps,
+        stateful_step_count=40,
         deadline=None,
         database=None,
         derandomize=seed is None,
         suppress_health_check=list(HealthCheck),
         print_blob=True,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
     )
     run_state_machine_as_test(machine, settings=chosen)
     return machine.tally
@@ -224,16 +248,17 @@ def context() -> Any:
 
 
 def test_no_order_of_events_breaks_an_invariant(context: Context, capsys: pytest.CaptureFixture[str]) -> None:
-    tally = run(context, examples=40)
+    tally = run(context, examples=60)
     with capsys.disabled():
-        print(f"\n  {tally['steps']} steps, {tally['commands']} commands", end=" ")
-    assert tally["steps"] > 2_000
-    assert tally["commands"] > 200
-    assert {SafetyState(n) for n in range(1, 7)} <= set(tally)
+        print(f"\n  {tally['rules']} rules, {tally['steps']} callbacks, {tally['commands']} commands", end=" ")
+    assert tally["rules"] > 1_000
+    assert tally["commands"] > 500
+    assert {*(SafetyState(n) for n in range(1, 7)), "unconfigured", "inactive", "active"} <= set(tally)
+    assert len(set(CAUSES) & set(tally)) >= 6
 
 
 def test_the_checks_see_a_planted_defect(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Safety.deactivate
     monkeypatch.setattr(Safety, "deactivate", lambda safety: replace(real(safety), cause=AbortCause.NONE))
     with pytest.raises(AssertionError, match="I7"):
-        run(context, examples=200)
+        run(context, examples=200, shrink=False)
