@@ -14,11 +14,11 @@ from builtin_interfaces.msg import Time
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 from phyai_policy.msg import ChunkTiming, PolicyStatus
 
+from phyai_engine.control.control_loop import Counters
+from phyai_engine.control.stream import StreamStats
 from phyai_engine.safety import Safety
 from phyai_engine.timing import Percentiles, Timing, Window, miss_upper95
 from phyai_engine.types import AbortCause, Refusal, SafetyState
-from phyai_ros.control_loop import Counters
-from phyai_ros.stream import StreamStats
 
 OUTCOMES = {
     "accepted": ChunkTiming.OUTCOME_ACCEPTED,

@@ -21,6 +21,7 @@ from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
 
 from phyai_engine.config import Camera, RobotConfig
+from phyai_engine.control.observation_buffer import ObservationBuffer, Put
 from phyai_engine.errors import ImageError, RefusalError
 from phyai_engine.timing import ClockOffset
 from phyai_ros.convert import (
@@ -29,7 +30,6 @@ from phyai_ros.convert import (
     joint_state_to_arrays,
     stamp_ns,
 )
-from phyai_ros.observation_buffer import ObservationBuffer, Put
 from phyai_ros.spin import Guard
 from phyai_ros.topics import SENSOR_QOS
 

@@ -19,12 +19,12 @@ from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from phyai_engine.config import RobotConfig
+from phyai_engine.control.commands import Command
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import Accepted
 from phyai_engine.stop import StopPlan, row_rates
 from phyai_engine.timing import mono_ns
 from phyai_engine.types import F64, ActionType, Chunk, Refusal
-from phyai_ros.commands import Command
 from phyai_ros.convert import to_stamp
 
 ACKNOWLEDGE_S = 0.5

@@ -20,6 +20,8 @@ from rclpy.qos import QoSProfile
 from std_srvs.srv import Trigger
 
 from phyai_engine.config import RobotConfig, load_robot, resolve
+from phyai_engine.control.observation_buffer import ObservationBuffer
+from phyai_engine.control.player import Player
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
@@ -30,10 +32,8 @@ from phyai_ros import parameters
 from phyai_ros.convert import stamp_ns, to_stamp
 from phyai_ros.fleet_stop import FleetStop
 from phyai_ros.inputs import JointInputs
-from phyai_ros.observation_buffer import ObservationBuffer
 from phyai_ros.outputs import StepsOutput
 from phyai_ros.parameters import PLAYER_TABLE
-from phyai_ros.player import Player
 from phyai_ros.spin import StopFlag, guarded, run
 from phyai_ros.ticker import Sentry, Ticker
 from phyai_ros.topics import COMMAND_QOS, LATCHED_QOS, command_topics

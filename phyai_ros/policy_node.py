@@ -24,12 +24,12 @@ from rclpy.timer import Timer
 from std_srvs.srv import Trigger
 
 from phyai_engine.config import RobotConfig
+from phyai_engine.control.control_loop import headline
 from phyai_engine.errors import EngineError, PhyaiError, RefusalError
 from phyai_engine.safety import Safety
 from phyai_engine.timing import mono_ns
 from phyai_engine.types import F64, AbortCause
 from phyai_ros import diagnostics, parameters
-from phyai_ros.control_loop import headline
 from phyai_ros.fleet_stop import FleetStop
 from phyai_ros.session import Session
 from phyai_ros.spin import StopFlag, guarded, run

@@ -21,6 +21,10 @@ from rclpy.lifecycle import LifecycleNode
 from rclpy.qos import QoSProfile
 
 from phyai_engine.config import ModelConfig, RobotConfig, load_robot, resolve
+from phyai_engine.control.commands import Output
+from phyai_engine.control.control_loop import ControlLoop, LoopSettings
+from phyai_engine.control.observation_buffer import ObservationBuffer
+from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineRefusedError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
@@ -30,15 +34,11 @@ from phyai_engine.types import F64, AbortCause, SafetyState, Schedule
 from phyai_engine.watchdog import Watchdogs
 from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros import parameters
-from phyai_ros.commands import Output
-from phyai_ros.control_loop import ControlLoop, LoopSettings
 from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
 from phyai_ros.diagnostics import Facts, chunk_timing
 from phyai_ros.engine import Engine
 from phyai_ros.inputs import Inputs
-from phyai_ros.observation_buffer import ObservationBuffer
 from phyai_ros.outputs import ACKNOWLEDGE_S, ChunksOutput, StepsOutput, TrajectoryOutput
-from phyai_ros.player import Player
 from phyai_ros.spin import Guard
 from phyai_ros.ticker import Sentry, Ticker
 from phyai_ros.topics import SENSOR_QOS, command_topics

@@ -16,10 +16,10 @@ from rclpy.clock import Clock
 from rclpy.clock_type import ClockType
 from rclpy.node import Node
 
+from phyai_engine.control.player import Player
 from phyai_engine.timing import mono_ns
 from phyai_engine.types import AbortCause
 from phyai_engine.watchdog import late_tick
-from phyai_ros.player import Player
 from phyai_ros.spin import Guard
 
 JOIN_S = 1.0

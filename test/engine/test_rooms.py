@@ -48,6 +48,7 @@ TORCH_FREE = (
         "transforms",
         "replay",
         "sim",
+        "control",
     ),
     *("serve", "models.fake", "runner", "policy", "solvers", "doctor", "cli"),
     *("models.pi_options", "inspection", "bench", "robot_check"),

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from phyai_engine.config import ActionEntry, RobotConfig, StateEntry
+from phyai_engine.control.control_loop import ControlLoop, LoopSettings
+from phyai_engine.control.player import Command, Player
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Accepted, HandoffSettings
 from phyai_engine.safety import Safety
@@ -28,8 +30,6 @@ from phyai_engine.types import (
     Schedule,
     StageTimings,
 )
-from phyai_ros.control_loop import ControlLoop, LoopSettings
-from phyai_ros.player import Command, Player
 
 DT_S = 0.02
 HORIZON = 16

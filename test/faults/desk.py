@@ -33,11 +33,11 @@ from std_srvs.srv import Trigger
 
 from phyai_engine import timing
 from phyai_engine.config import Camera, StateEntry
+from phyai_engine.control.commands import Command
 from phyai_engine.errors import RefusalError
 from phyai_engine.safety import Safety
 from phyai_engine.types import AbortCause, CommandKind
 from phyai_ros import session as session_module
-from phyai_ros.commands import Command
 from phyai_ros.diagnostics import OUTCOMES
 
 DT_NS = 100_000_000

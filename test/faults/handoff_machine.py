@@ -14,6 +14,9 @@ from explore import Event, Found, Frame, Search, Violation, fork
 from invariants import DT_S, Limits, Monitor
 
 from phyai_engine.config import ActionEntry, RobotConfig, StateEntry
+from phyai_engine.control.commands import Command
+from phyai_engine.control.control_loop import ControlLoop, LoopSettings
+from phyai_engine.control.player import Player
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Accepted, HandoffSettings
 from phyai_engine.safety import LatchedError, Safety
@@ -26,9 +29,6 @@ from phyai_engine.types import (
     Refusal,
     Schedule,
 )
-from phyai_ros.commands import Command
-from phyai_ros.control_loop import ControlLoop, LoopSettings
-from phyai_ros.player import Player
 
 DT_NS = round(DT_S * 1e9)
 POSE = np.array([0.075])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from explore import Violation
 
+from phyai_engine.control.commands import Command
+from phyai_engine.control.player import Player
 from phyai_engine.safety import Safety
 from phyai_engine.timing import Timing
 from phyai_engine.types import F64, CommandKind, Request, SafetyState
-from phyai_ros.commands import Command
-from phyai_ros.player import Player
 
 DT_S = 0.1  # the control period of every searched robot
 NAMES = {

@@ -8,8 +8,8 @@ from typing import Any
 from link import LINK
 from mutations import Mutation, after, instead, planted
 
+from phyai_engine.control.player import Player
 from phyai_ros.outputs import ChunksOutput
-from phyai_ros.player import Player
 from phyai_ros.player_node import PlayerNode
 
 

@@ -12,6 +12,8 @@ from unittest import mock
 import numpy as np
 from handoff_machine import Bounds
 
+from phyai_engine.control.control_loop import ControlLoop
+from phyai_engine.control.player import Player
 from phyai_engine.envelope import Envelope
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Handoff
@@ -21,8 +23,6 @@ from phyai_engine.serve.in_flight import InFlight
 from phyai_engine.stop import StopPlanner
 from phyai_engine.timing import Timing
 from phyai_engine.types import AbortCause, SafetyState
-from phyai_ros.control_loop import ControlLoop
-from phyai_ros.player import Player
 
 Patch = AbstractContextManager[Any]
 QUICK = Bounds(answers=("ok", "nan"), without=frozenset({"param", "jump", "signal", "beat", "stuck", "restart"}))

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from phyai_engine.config import ActionEntry, RobotConfig
+from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineDiedError, EngineError, RefusalError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import LatchedError, Safety
 from phyai_engine.serve.client import Failed, Lost
 from phyai_engine.types import AbortCause, CommandKind, Refusal, SafetyState, Schedule
-from phyai_ros.player import Player
 
 Make = Callable[..., Any]
 DT_S, HORIZON, SPEED = 0.02, 16, 1.0

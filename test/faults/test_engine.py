@@ -20,6 +20,7 @@ import pytest
 
 from phyai_engine.adapter import Adapter
 from phyai_engine.config import ModelConfig, RobotConfig
+from phyai_engine.control.control_loop import ControlLoop
 from phyai_engine.errors import CancelledError
 from phyai_engine.models.fake import FakeModel
 from phyai_engine.policy import Policy
@@ -29,7 +30,6 @@ from phyai_engine.serve.host import ProcessHost
 from phyai_engine.serve.output import TAIL_LINES
 from phyai_engine.serve.restart import restart
 from phyai_engine.types import AbortCause, CancelToken, Chunk, CommandKind, Observation, Request, SafetyState
-from phyai_ros.control_loop import ControlLoop
 
 HEARTBEAT_S = 0.4
 BUSY_S = 0.3  # what a test machine that is busy with other tests may add to a bound

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from phyai_engine.config import RobotConfig
+from phyai_engine.control.observation_buffer import ObservationBuffer, Put
 from phyai_engine.errors import ConfigError, ImageError, RefusalError
 from phyai_engine.types import U8, Observation, Refusal
-from phyai_ros.observation_buffer import ObservationBuffer, Put
 
 MS = 1_000_000
 S = 1000 * MS

@@ -14,6 +14,8 @@ pytest.importorskip("phyai_policy", reason="the package is not built: run `make 
 from phyai_policy.msg import ChunkStatus
 
 from phyai_engine.config import RobotConfig, Workspace, load_robot, resolve
+from phyai_engine.control.commands import Command
+from phyai_engine.control.player import Player
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.robot_check import check_robot
@@ -21,9 +23,7 @@ from phyai_engine.safety import Safety
 from phyai_engine.sim.trajectory import Trajectory
 from phyai_engine.types import AbortCause, Chunk, CommandKind, Refusal, SafetyState, Schedule, StageTimings
 from phyai_ros import outputs
-from phyai_ros.commands import Command
 from phyai_ros.outputs import ChunksOutput, TrajectoryOutput
-from phyai_ros.player import Player
 
 pytestmark = pytest.mark.ros
 H, DT = 20, 0.02

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from phyai_engine.control.commands import Spliced
+from phyai_engine.control.player import Player
 from phyai_engine.errors import PhyaiError, RefusalError
 from phyai_engine.serve.client import Answered, Event, Failed, Lost
 from phyai_engine.timing import Outcome, Timing, Window
 from phyai_engine.types import AbortCause, Observation, Refusal, Request, Schedule
 from phyai_engine.watchdog import Vitals, Watchdogs, WatchdogSettings
-from phyai_ros.commands import Spliced
-from phyai_ros.player import Player
 
 NAN = math.nan
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from phyai_engine.config import RobotConfig
+from phyai_engine.control.commands import Command, Output, Spliced
 from phyai_engine.envelope import Envelope
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Handoff, HandoffSettings
@@ -20,7 +21,6 @@ from phyai_engine.reach import Reach
 from phyai_engine.safety import Safety
 from phyai_engine.stop import StopPlan, StopPlanner, row_rates
 from phyai_engine.types import F64, AbortCause, Chunk, CommandKind, Refusal, SafetyState
-from phyai_ros.commands import Command, Output, Spliced
 
 
 class Player:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from phyai_engine.config import Camera, RobotConfig, StateEntry
+from phyai_engine.control.stream import Drop, Meter, Sample, Stream, StreamStats, clock_fault
 from phyai_engine.errors import ConfigError, ImageError, RefusalError
 from phyai_engine.types import F64, U8, Observation, Refusal
-from phyai_ros.stream import Drop, Meter, Sample, Stream, StreamStats, clock_fault
 
 JUMP_WINDOW_NS = 3_000_000_000
 """Streams that fell back within this time of each other fell together; each needs two messages to show it."""
