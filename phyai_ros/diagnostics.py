@@ -35,6 +35,7 @@ class Facts:
 
     :param cameras: intake of each camera: rate and delivered fraction from stamps, drops by reason; joints likewise.
     :param stop_cause: of the newest stop, also of one without a latch. :param fleet_stop: the fleet's last word.
+    :param player_latch: number of the newest latch heard of a player elsewhere.
     :param notes: words about engine, decoder, fleet. :param faults: sentences that make the level ERROR.
     """
 
@@ -53,6 +54,7 @@ class Facts:
     joints: tuple[StreamStats, ...] = ()
     stop_cause: AbortCause = AbortCause.NONE
     fleet_stop: bool = False
+    player_latch: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
@@ -79,6 +81,7 @@ def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
         abort_text=facts.safety.text,
         stop_cause=int(facts.stop_cause),
         fleet_stop=facts.fleet_stop,
+        player_latch=facts.player_latch,
         epoch=facts.safety.epoch,
         placement=facts.placement,
         schedule=facts.schedule,

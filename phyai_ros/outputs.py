@@ -125,6 +125,9 @@ class StepsOutput:
     def ready(self) -> RefusalError | None:
         return None
 
+    def heard_mono_ns(self) -> int:
+        return 0
+
     def motion(self) -> tuple[F64, F64] | None:
         return None
 
@@ -263,6 +266,9 @@ class TrajectoryOutput:
             do="Is joint_trajectory_controller active, and control_msgs installed here?",
         )
 
+    def heard_mono_ns(self) -> int:
+        return self._heard_mono_ns
+
     def take_rejection(self) -> RefusalError | None:
         return self.ready() if self._origin_ns else None
 
@@ -302,6 +308,7 @@ class ChunksOutput:
         self._reported: int | None = None
         self._offset = 0  # the player's count minus ours
         self._heard_mono_ns = 0
+        self._listening = False  # since the newest word of the player; its silence is told once
         self._sent: tuple[int, int] | None = None  # epoch and chunk_id until the player acknowledges them
         self._sent_mono_ns = 0
         self._rejection: RefusalError | None = None
@@ -313,7 +320,7 @@ class ChunksOutput:
 
     def on_status(self, message: ChunkStatus) -> None:
         """A ChunkStatus arrived. A player that is new, or restarted, counts on from where ours stands."""
-        self._heard_mono_ns = mono_ns()
+        self._heard_mono_ns, self._listening = mono_ns(), True
         if self._reported is None or message.consumed_steps < self._reported:
             self._offset += message.consumed_steps - (self._reported or 0)
             if self._reported is not None:
@@ -325,7 +332,13 @@ class ChunksOutput:
                 self._rejection = RefusalError(Refusal(message.refusal), message.text, where="the player node")
 
     def ready(self) -> RefusalError | None:
-        return None
+        """A player node speaks on every tick."""
+        if self._heard_mono_ns and mono_ns() - self._heard_mono_ns <= ACKNOWLEDGE_S * 1e9:
+            return None
+        return self._missing(f"no ChunkStatus for {ACKNOWLEDGE_S} s")
+
+    def heard_mono_ns(self) -> int:
+        return self._heard_mono_ns
 
     def motion(self) -> tuple[F64, F64] | None:
         """The player stops by itself, from what it commanded last."""
@@ -337,11 +350,15 @@ class ChunksOutput:
         limit_ns, now = ACKNOWLEDGE_S * 1e9, mono_ns()
         if self._sent is not None and now - self._sent_mono_ns > limit_ns:
             what = f"no ChunkStatus named the chunk within {ACKNOWLEDGE_S} s"
-        elif self._sent is None and self._heard_mono_ns and now - self._heard_mono_ns > limit_ns:
+        elif self._listening and self._sent is None and now - self._heard_mono_ns > limit_ns:
             what = f"no ChunkStatus for {ACKNOWLEDGE_S} s"
         else:
             return rejection
-        self._sent, self._heard_mono_ns = None, 0
+        self._sent, self._listening = None, False
+        return self._missing(what)
+
+    @staticmethod
+    def _missing(what: str) -> RefusalError:
         return RefusalError(Refusal.MISSING, what, where="~/chunk_status", do="Is player_node up?")
 
     def command(self, command: Command) -> None:

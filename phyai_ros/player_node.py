@@ -66,7 +66,8 @@ class PlayerNode(Node):
         self._status_timeout_ns = round(given["status_timeout_s"] * 1e9)
         self._flag = stop_flag if stop_flag is not None else StopFlag()
         self._heard_ns = self._turned_ns = 0
-        self._policy_latched = False  # since this player latched
+        self._latch = mono_ns()  # a number for the newest latch of its own; a restarted player has others
+        self._was_latched = False
         self._accepted_at = to_stamp(0)
         self._buffer = ObservationBuffer(robot)
         self._outputs = {
@@ -151,16 +152,21 @@ class PlayerNode(Node):
             )
             return
         self._heard_ns = mono_ns()
-        if not self._player.safety.latched:
-            self._policy_latched = False
-        elif message.abort_cause != PolicyStatus.ABORT_NONE:
-            self._policy_latched = True
         playing = SafetyState(message.safety_state) in MOVING
-        if playing and (self._fleet_stop.stopped or self._flag):
-            self._policy_latched = False  # a re-arm against the fleet's word is void, also once the fleet says go
-            return
         with self._lock:
-            self._player.follow(message.epoch, playing, rearmed=self._policy_latched)
+            rearmed = message.player_latch == self._number_latch()
+            if playing and (self._fleet_stop.stopped or self._flag):
+                self._latch += rearmed  # a re-arm against the fleet's word is void, also once the fleet says go
+                return
+            self._player.follow(message.epoch, playing, rearmed=rearmed)
+            self._number_latch()
+
+    def _number_latch(self) -> int:
+        """Number of the newest latch of its own; it may have been set on the sentry's thread. The lock is held."""
+        latched = self._player.safety.latched
+        self._latch += latched and not self._was_latched
+        self._was_latched = latched
+        return self._latch
 
     def _on_chunk(self, message: ActionChunk) -> None:
         try:
@@ -272,7 +278,8 @@ class PlayerNode(Node):
         refusal: Refusal = Refusal.NONE,
         text: str = "",
     ) -> None:
-        safety = self._player.safety
+        with self._lock:
+            safety, latch = self._player.safety, self._number_latch()
         message = ChunkStatus(
             robot_id=self._robot.robot_id,
             epoch=epoch,
@@ -284,6 +291,7 @@ class PlayerNode(Node):
             text=text or safety.text,
             safety_state=int(safety.state),
             abort_cause=int(safety.cause),
+            latch=latch if safety.latched else 0,
         )
         message.header.stamp = to_stamp(self._now_ros_ns())
         if message.accepted:

@@ -247,7 +247,7 @@ class PolicyNode(LifecycleNode):
                 session.rearm()
                 response.success = True
             except RefusalError as error:
-                response.message = f"no fresh observation: {error}"
+                response.message = f"not ready: {error}"
         if response.success:
             self._announced, self._stop_cause = False, AbortCause.NONE
             response.message = f"re-armed, epoch {self._safety().epoch}"

@@ -30,7 +30,7 @@ from phyai_engine.handoff import HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
-from phyai_engine.types import F64, AbortCause, SafetyState, Schedule
+from phyai_engine.types import F64, AbortCause, Schedule
 from phyai_engine.watchdog import Watchdogs
 from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros import parameters
@@ -82,7 +82,8 @@ class Session:
         self._ticker: Ticker | None = None
         self._give_up, self._on_stuck = give_up, on_stuck
         self._refusal = ""  # not logged yet
-        self._player_consumed = 0  # as the player elsewhere last said
+        self._player_consumed = 0  # as the player elsewhere last said, as the next
+        self.player_latch = 0
         try:
             self._open(safety, kept, on_engine, on_instruction)
         except BaseException:
@@ -219,6 +220,7 @@ class Session:
             ticks=loop.player.tick_count,
             cameras=self.buffer.camera_stats(mono_ns()),
             joints=self.buffer.joint_stats(mono_ns()),
+            player_latch=self.player_latch,
             notes=notes,
             faults=tuple(faults),
         )
@@ -346,10 +348,8 @@ class Session:
             output.on_status(message)
             safety = self.loop.player.safety
         restarted, self._player_consumed = message.consumed_steps < self._player_consumed, message.consumed_steps
-        # Our own stop leaves the player STOPPING in our epoch, never LATCHED: a latch is its own.
-        if (message.safety_state == SafetyState.LATCHED and message.epoch >= safety.epoch) or (
-            message.safety_state == SafetyState.STOPPING and message.epoch > safety.epoch
-        ):
+        if message.latch not in (0, self.player_latch):
+            self.player_latch = message.latch
             cause = AbortCause(message.abort_cause) or AbortCause.SERVICE
             self._abort(cause, f"the player node: {message.text or 'latched'}")
         elif restarted and safety.may_play:  # it would move the robot again, and nobody asked for that

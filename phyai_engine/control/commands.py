@@ -45,6 +45,9 @@ class Output(Protocol):
     def ready(self) -> RefusalError | None:
         """Why no chunk can be handed over now; None where it can."""
 
+    def heard_mono_ns(self) -> int:
+        """Steady time of the newest word of the player elsewhere; 0 where there was none."""
+
     def motion(self) -> tuple[F64, F64] | None:
         """Value [A] and rate [A] at which the player elsewhere is by its own clock; None when nothing plays there.
 

@@ -121,7 +121,7 @@ class ControlLoop:
         self._hold_since_ns = 0  # on the clock of _play_ns, as the next three
         self._captured_ns = 0  # the observation of the request in flight
         self._observed_ns = 0  # the observation that the playing chunk was computed from
-        self._silent: tuple[int, int] | None = None  # (time, consumed steps) when the player elsewhere fell silent
+        self._silent: tuple[int, int] | None = None  # when a player elsewhere fell silent, and in steady time
         self.counters.misses_in_a_row = 0
 
     def activate(self) -> None:
@@ -185,9 +185,11 @@ class ControlLoop:
     def rearm(self, now_ros_ns: int, *, active: bool) -> None:
         """Clear the latch.
 
-        :raises RefusalError: the observation is not fresh (only asked for while active).
+        :raises RefusalError: the observation is not fresh, or the player elsewhere is silent (only asked for while
+            active).
         """
         if active:
+            self.player.check_output()
             self._snapshot(now_ros_ns, self._mono_ns())
         self.player.rearm(active=active)
         self._drop_request()
@@ -261,8 +263,8 @@ class ControlLoop:
         # A robot that was never moved may wait for ever.
         holding = handoff.remaining_steps == 0 and player.last_command is not None
         self._hold_since_ns = (self._hold_since_ns or self._play_ns) if holding else 0
-        if self._silent is not None and handoff.consumed != self._silent[1]:
-            self._silent = None  # its count moves: it is heard again
+        if self._silent is not None and player.heard_mono_ns > self._silent[1]:
+            self._silent = None
         flight = handoff.in_flight
         return Vitals(
             dt_s=self.settings.dt_s,
@@ -282,7 +284,7 @@ class ControlLoop:
         if error.code is not Refusal.MISSING:
             self._silent = None
         elif self._silent is None:
-            self._silent = (self._play_ns, self.player.handoff.consumed)
+            self._silent = (self._play_ns, self._mono_ns())
 
     def _count_owed(self) -> None:
         """The chunk ran out and the request that was to continue it had failed: that handoff is missed for good.

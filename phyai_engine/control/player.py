@@ -83,6 +83,19 @@ class Player:
         """True while stop commands remain to be published, or the coming tick's was published already."""
         return self.safety.state is SafetyState.STOPPING or self._spoken
 
+    @property
+    def heard_mono_ns(self) -> int:
+        """Steady time of the newest word of a player elsewhere; 0 where there was none."""
+        return self._output.heard_mono_ns()
+
+    def check_output(self) -> None:
+        """Nothing may be handed to a player elsewhere that is silent.
+
+        :raises RefusalError: MISSING.
+        """
+        if (error := self._output.ready()) is not None:
+            raise error
+
     def activate(self) -> None:
         """Start a new epoch with nothing to play.
 
@@ -138,8 +151,7 @@ class Player:
                     got=chunk.epoch,
                     wanted=f"{self.safety.epoch} ({self.safety.state.name.lower()})",
                 )
-            if (error := self._output.ready()) is not None:
-                raise error
+            self.check_output()
             row = self.handoff.row_for(chunk)
             clamped = 0
             if self._clamp:
@@ -261,8 +273,8 @@ class Player:
     def follow(self, epoch: int, playing: bool, *, rearmed: bool) -> None:
         """Obey the policy node this player belongs to: its epoch, and whether its robot may move in it.
 
-        :param rearmed: the policy node was latched since this player latched, so that its moving again means that a
-            person re-armed it. Without that a latched player stays latched.
+        :param rearmed: the policy node has heard of this player's latch. It latches with it, so that its moving means
+            that a person re-armed it since. Without that a latched player stays latched.
         """
         if epoch < self.safety.epoch or (playing and epoch == self.safety.epoch):
             return  # an old report that was kept for late joiners, or nothing new

@@ -93,6 +93,7 @@ class Written:
         self.chunks: list[tuple[Chunk, int, int]] = []  # (chunk, base step, first row)
         self.stops: list[StopPlan] = []
         self.reported: int | None = None
+        self.heard_ns = 0
 
     def command(self, command: Command) -> None:
         self.commands.append(command)
@@ -108,6 +109,9 @@ class Written:
 
     def ready(self) -> RefusalError | None:
         return None
+
+    def heard_mono_ns(self) -> int:
+        return self.heard_ns
 
     def motion(self) -> tuple[F64, F64] | None:
         return None

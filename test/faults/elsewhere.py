@@ -22,7 +22,7 @@ class Packet:
     chunk_id: int = 0
     base_step: int = 0
     state: int = 0
-    cause: bool = False
+    player_latch: int = 0
     stamp_ns: int = 0
     arrived: bool = False
     message: Any = None

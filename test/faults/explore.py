@@ -38,6 +38,7 @@ COUNTED: dict[str, tuple[str, int]] = {
     "_reported": ("reported", 9),
     "_player_consumed": ("reported", 9),
     "heard_consumed": ("reported", 9),
+    **dict.fromkeys(("_latch", "player_latch"), ("latch", 1)),  # only ever compared with the newest
 }
 # Ids are taken by their order.
 RANKED = frozenset({"chunk_id", "_chunk_id", "last_chunk_id"})

@@ -45,7 +45,6 @@ class Bounds:
     :param blind: also every call while observation and joint states are stale.
     :param without: events left out. :param calls: calls and faults in one run, link machine only.
     :param orders: which side may tick first in a period; likewise.
-    :param strict: see link.Witness; likewise.
     """
 
     schedule: Schedule = Schedule.RTC
@@ -67,7 +66,6 @@ class Bounds:
     without: frozenset[str] = frozenset()
     calls: int = 3
     orders: tuple[str, ...] = ("here", "there")
-    strict: bool = False
 
 
 def robot() -> RobotConfig:

@@ -60,19 +60,14 @@ FREE = ("tick", "answer", "mend", "word", "chunk")  # everything else counts
 
 
 class Witness(CommandRules):
-    """Watches the player elsewhere.
+    """Watches the player elsewhere."""
 
-    :param strict: its latch may leave only by a re-arm that came after it, not by news of an earlier one.
-    """
-
-    def __init__(self, player: Player, limits: Limits, rows_of: Callable[[int], F64], *, strict: bool) -> None:
+    def __init__(self, player: Player, limits: Limits, rows_of: Callable[[int], F64]) -> None:
         super().__init__(player, limits, rows_of)
-        self.strict = strict
         self.forbidden_epoch = -1  # a status said that the robot may not move in it
         self.silent = 0  # ticks since a status arrived
         self.latched = False
         self.rearmed = False  # the policy node was re-armed since this player latched
-        self.latched_word = False  # since this player latched it heard that the policy node is latched
 
     def command(self, command: Command) -> None:
         super().command(command)
@@ -82,7 +77,7 @@ class Witness(CommandRules):
     def look(self) -> None:
         """Before anything else happens to it: has the player latched?"""
         if self._player.safety.latched and not self.latched:
-            self.rearmed = self.latched_word = False
+            self.rearmed = False
         self.latched = self._player.safety.latched
 
     def end(self, event: str, *, stopped: bool) -> None:
@@ -99,8 +94,7 @@ class Witness(CommandRules):
             raise Violation("I2", "the player's abort did not latch")
         if stopped and before.may_play and not self.now.said:
             raise Violation("I2", "the player's abort commanded nothing")
-        allowed = self.rearmed if self.strict else self.latched_word
-        if before.latched and not after.latched and event != "robot_restart" and not allowed:
+        if before.latched and not after.latched and event != "robot_restart" and not self.rearmed:
             raise Violation("I7", f"{event}: the player's latch ({before.cause.name}) left without a re-arm since")
         self.look()
         if after.epoch != before.epoch:
@@ -135,7 +129,7 @@ class LinkMachine(Machine):
         settle(self.node, context)
         self.remote = self.node._player
         limits = Limits(0, 0, 2 + bounds.stop_hold_steps + 1, bounds.horizon)
-        self.witness = Witness(self.remote, limits, lambda c: rows(bounds.horizon, c), strict=bounds.strict)
+        self.witness = Witness(self.remote, limits, lambda c: rows(bounds.horizon, c))
         self.receiver = Receiver(self)
         self._parts += [self._output, self.receiver, self.network, self.node, self.remote, self.witness]
         for name in ("node", "remote", "witness", "monitor", "receiver"):
@@ -160,6 +154,7 @@ class LinkMachine(Machine):
         epochs = sorted(epochs | {self.witness.forbidden_epoch})
         now = self.world.now_ns
         common = {"epoch": epochs, "ids": ids, "now_ns": now, "reported": far.handoff.consumed}
+        common["latch"] = self.node._latch
         numbers = {"consumed": near.handoff.consumed, "held": near.handoff.held, "tick": near.tick_count}
         here = {**common, **numbers, "played": 0, "given": self._given_here(epochs, ids)}
         numbers = {"consumed": far.handoff.consumed, "held": far.handoff.held, "tick": far.tick_count}
@@ -175,7 +170,7 @@ class LinkMachine(Machine):
             "cancelled_epoch": self.engine.cancelled_epoch < self.player.safety.epoch,
             "_sent": None if sent is None else [len(epochs) - bisect(epochs, sent[0]), len(ids) - bisect(ids, sent[1])],
             "_offset": self.remote.handoff.consumed - consumed - output["_offset"],
-            "_silent": silent and [min(9, (self.world.now_ns - silent[0]) // DT_NS), consumed - silent[1]],
+            "_silent": silent and [min(9, (self.world.now_ns - since) // DT_NS) for since in silent],
         }
 
     def events(self) -> list[Event]:
@@ -265,9 +260,9 @@ class LinkMachine(Machine):
     def _status(self) -> Packet:
         """PolicyStatus as it would be sent now."""
         safety = self.player.safety
-        state, cause = int(safety.state), int(safety.cause)
-        message = PolicyStatus(robot_id="one_joint", safety_state=state, abort_cause=cause, epoch=safety.epoch)
-        return Packet(safety.epoch, state=state, cause=bool(cause), message=message)
+        state, latch = int(safety.state), self.receiver.player_latch
+        message = PolicyStatus(robot_id="one_joint", safety_state=state, epoch=safety.epoch, player_latch=latch)
+        return Packet(safety.epoch, state=state, player_latch=latch, message=message)
 
     def _word(self, i: int) -> None:
         """A PolicyStatus that told a change arrives."""
@@ -279,7 +274,6 @@ class LinkMachine(Machine):
         self.witness.look()
         self.node.callbacks["status"](packet.message)
         self.witness.silent = 0
-        self.witness.latched_word |= packet.cause
         if packet.state not in player_node.MOVING:
             self.witness.forbidden_epoch = max(self.witness.forbidden_epoch, packet.epoch)
 
@@ -304,7 +298,8 @@ class LinkMachine(Machine):
         self.node.callbacks["abort"](Trigger.Request(), Trigger.Response())
 
     def _robot_restart(self) -> None:
-        self.node.__dict__ = {**self._new["node"]}
+        latch = self.node._latch + 1000  # a new life's numbers were never used
+        self.node.__dict__ = {**self._new["node"], "_latch": latch}
         self.remote.__dict__ = {**self._new["remote"]}
         self.witness.__dict__ = {**self._new["witness"], "now": self.witness.now}
 
@@ -354,7 +349,7 @@ class Receiver:
 
     def __init__(self, machine: LinkMachine) -> None:
         self.loop, self.lock = machine.loop, nullcontext()
-        self._player_consumed = 0
+        self._player_consumed = self.player_latch = 0
         self._abort = machine.loop.abort
 
 

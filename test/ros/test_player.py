@@ -764,5 +764,6 @@ def test_before_a_player_node_the_first_step_is_the_nodes_to_judge(arm: RobotCon
     output = ChunksOutput(robot, lambda key, message: sent.append(message), lambda: 0)
     player = Player(robot, settings(), Safety(1), output, lambda: middle(arm))
     player.activate()
+    output.on_status(ChunkStatus())
     give(player, 1, still(arm) + 0.5)
     assert len(sent) == 1

@@ -508,10 +508,36 @@ def test_chunks_output_is_played_by_a_player_elsewhere(make_rig: Make, robot: st
 
 def test_chunk_that_no_player_acknowledges_is_counted_and_requested_again(make_rig: Make) -> None:
     rig = make_rig(output="chunks", model={"latency_ms": 5.0})
+    publisher = rig.peer.create_publisher(ChunkStatus, "policy_node/chunk_status", 5)
     rig.configure()
     assert rig.node.trigger_activate() is SUCCESS
-    rig.until(lambda: rig.status.refusals[Refusal.MISSING] > 0 and "ChunkStatus" in rig.status.last_refusal_text)
-    rig.until(lambda: len({c.chunk_id for c in rig.chunks}) >= 2)
+    rig.until(lambda: "no ChunkStatus for" in rig.status.last_refusal_text)
+    assert rig.chunks == []  # to a player that was never heard nothing is handed
+
+    def alive() -> bool:
+        publisher.publish(ChunkStatus())
+        return len({c.chunk_id for c in rig.chunks}) >= 2
+
+    rig.until(alive)
+    assert "named the chunk" in rig.status.last_refusal_text
+
+
+def test_nothing_is_re_armed_while_the_player_is_silent_and_its_latch_is_told_back(make_rig: Make) -> None:
+    rig = make_rig(output="chunks", model={"latency_ms": 5.0})
+    publisher = rig.peer.create_publisher(ChunkStatus, "policy_node/chunk_status", 5)
+    rig.configure()
+    assert rig.node.trigger_activate() is SUCCESS
+
+    def latched(number: int) -> bool:
+        publisher.publish(ChunkStatus(latch=number, abort_cause=int(AbortCause.SERVICE), text="planted"))
+        return rig.status.player_latch == number and rig.status.abort_cause == AbortCause.SERVICE
+
+    rig.until(lambda: latched(7))
+    rig.until(lambda: False, 0.6, must=False)
+    assert "no ChunkStatus" in rig.call("rearm").message
+    rig.until(lambda: latched(7) and rig.call("rearm").success)
+    rig.until(lambda: rig.status.abort_cause == AbortCause.NONE and rig.status.player_latch == 7)
+    rig.until(lambda: latched(8))  # another latch, whatever was re-armed before
 
 
 def test_chunk_that_the_player_refuses_is_requested_again(make_rig: Make) -> None:
@@ -519,11 +545,21 @@ def test_chunk_that_the_player_refuses_is_requested_again(make_rig: Make) -> Non
     publisher = rig.peer.create_publisher(ChunkStatus, "policy_node/chunk_status", 5)
     rig.configure()
     assert rig.node.trigger_activate() is SUCCESS
-    rig.until(lambda: bool(rig.chunks))
+
+    def alive() -> bool:
+        publisher.publish(ChunkStatus())
+        return bool(rig.chunks)
+
+    rig.until(alive)
     first = rig.chunks[-1]
     refusal = ChunkStatus(epoch=first.epoch, chunk_id=first.chunk_id, refusal=int(Refusal.WRONG_EPOCH), text="planted")
     publisher.publish(refusal)
-    rig.until(lambda: rig.status.refusals[Refusal.WRONG_EPOCH] == 1 and rig.chunks[-1].chunk_id > first.chunk_id)
+
+    def asked_again() -> bool:
+        publisher.publish(ChunkStatus())
+        return rig.status.refusals[Refusal.WRONG_EPOCH] == 1 and rig.chunks[-1].chunk_id > first.chunk_id
+
+    rig.until(asked_again)
 
 
 def test_trajectory_without_controller_state_is_not_believed(make_rig: Make) -> None:
