@@ -22,7 +22,7 @@ from phyai_engine.config import RobotConfig
 from phyai_engine.control.commands import Command
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import Accepted
-from phyai_engine.stop import StopPlan, row_rates
+from phyai_engine.stop import StopPlan, StopPlanner, row_rates
 from phyai_engine.timing import mono_ns
 from phyai_engine.types import F64, ActionType, Chunk, Refusal
 from phyai_ros.convert import to_stamp
@@ -143,7 +143,7 @@ class TrajectoryOutput:
 
     A row with absolute index c (counted from activation) begins at ``origin + (c - origin_step) * dt`` on the
     controller's clock and is reached one dt later. A new chunk joins that grid, so no row is repeated or skipped; after
-    a pause the grid starts anew one dt from now.
+    a pause the grid starts anew one dt from now. Every chunk is followed by a deceleration, in case no other comes.
     """
 
     ticks = False
@@ -166,6 +166,7 @@ class TrajectoryOutput:
         self._robot, self._publish, self._now = robot, publish, now_ros_ns
         self._names = list(robot.action_names)
         self._dt_ns = round(robot.dt_s * 1e9)
+        self._planner = StopPlanner.of(robot)
         self._controller_ns = self._heard_mono_ns = 0
         self._nowhere: F64 = np.full(len(robot.actions), math.nan)
         self.reset(0)
@@ -174,6 +175,7 @@ class TrajectoryOutput:
         """Forget the grid: nothing is playing."""
         self._origin_ns = self._origin_step = self._end_step = self._controller_ns = 0
         self._handed: list[tuple[int, int, F64]] = []  # first step played, step of row 0, rows; the newest last
+        self._tail: tuple[F64, F64] | None = None  # rows and rates after the newest chunk's last row
         self._rest = self._nowhere  # where the robot stood when the grid began
         self._stopped: tuple[int, F64, F64] | None = None  # ROS time of row 0, rows and rates of the last stop
         self._moving: tuple[F64, F64, int] | None = None  # as motion said last, and the ROS time when that is reached
@@ -196,15 +198,24 @@ class TrajectoryOutput:
             paused, step = step > self._end_step, min(step, self._end_step)
         if paused:
             at_rest_ns = now if self._stopped is None else max(now, self._reached_ns(len(self._stopped[1]) - 1))
+            self._rest = self._nowhere
+            if self._tail is not None:
+                values, _ = self._tail
+                at_rest_ns = max(at_rest_ns, self._begin_ns(self._end_step + len(values) - 1))
+                self._rest = values[-1]
             self._origin_ns, self._origin_step = at_rest_ns + self._dt_ns, step
-            self._rest = self._handed[-1][2][-1] if self._handed else self._nowhere
         rows = chunk.actions[step - base_step :]
         if len(rows) == 0:
             return
         self._end_step = base_step + len(chunk.actions)
         self._handed = [*self._handed[-1:], (step, base_step, chunk.actions)]
-        rates = np.gradient(rows, self._robot.dt_s, axis=0) if len(rows) > 1 else np.zeros_like(rows)
-        message = trajectory(self._names, rows, rates, self._robot.dt_s, self._begin_ns(step))
+        last = row_rates(chunk.actions, step - base_step, None, self._robot.dt_s)[-1]
+        plan = self._planner.plan(rows[-1], last)
+        moves = len(plan) if last.any() else 0
+        points = np.vstack([rows, plan.values[:moves]])
+        self._tail = points[len(rows) - 1 :], np.vstack([last, plan.rates[:moves]])
+        rates = np.gradient(points, self._robot.dt_s, axis=0) if len(points) > 1 else np.zeros_like(points)
+        message = trajectory(self._names, points, rates, self._robot.dt_s, self._begin_ns(step))
         self._publish("trajectory", message)
 
     def motion(self) -> tuple[F64, F64] | None:
@@ -219,9 +230,12 @@ class TrajectoryOutput:
         if step < self._origin_step:  # handed over, but not begun
             return self._stopping(now) or (self._rest, np.zeros_like(self._rest), now + self._dt_ns)
         reached_ns = self._begin_ns(step + 1)
-        first, base, rows = self._chunk_at(min(step, self._end_step - 1))
-        if step >= self._end_step:
-            return rows[-1], np.zeros_like(rows[-1]), reached_ns
+        if (row := step - self._end_step) >= 0:
+            assert self._tail is not None  # the chunk that ended brought it
+            values, rates = self._tail
+            row = min(row + 1, len(values) - 1)
+            return values[row], rates[row], reached_ns
+        first, base, rows = self._chunk_at(step)
         before = None if first == self._handed[0][0] else self._row(first - 1)
         return rows[step - base], row_rates(rows, first - base, before, self._robot.dt_s)[step - base], reached_ns
 

@@ -296,9 +296,9 @@ class Player:
         before = self.handoff.consumed
         self.handoff = self.handoff.advance_to(consumed)
         playing = self.handoff.playing
-        if playing is not None and playing.next_row > playing.first_row:
+        if playing is not None and playing.next_row > playing.first_row and self.handoff.consumed > before:
             value = playing.actions[playing.next_row - 1]
-            if self._value is not None and self.handoff.consumed > before:
+            if self._value is not None:
                 steps = self.handoff.consumed - before
                 self._rate = (value - self._value) / (steps * self._planner.dt_s)
                 earlier = playing.next_row - 2
@@ -322,7 +322,8 @@ class Player:
         self.catch_up()
         if self.handoff.peek() is None:
             self.handoff = self.handoff.advance()  # counts a held tick
-            self._before = self._value  # at rest there
+            if self._value is not None:  # decelerating there, or at rest
+                self._rest_at(self._planner.plan(self._value, self._rate).values[-1])
         self.safety = self.safety.playing(self.handoff.remaining_steps > 0)
 
     def _hold_step(self) -> Command | None:

@@ -48,15 +48,17 @@ class Sent:
 
     def chunk(self, base_step: int, row: int, rows: int = HORIZON) -> None:
         """A chunk in which every value says which step it is."""
+        self.end = base_step + rows
         actions = (base_step + np.arange(rows))[:, None] * 1e-3 + np.arange(7)
         facts = Accepted(row, 2, 8, 0, float("nan"), float("nan"), float("nan"))
         self.output.chunk(Chunk(1, 1, actions, StageTimings()), base_step, facts)
 
     def steps(self) -> list[tuple[int, int]]:
-        """(step, ns at which it is due) of every point of the last message."""
+        """(step, ns at which it is due) of every row in the last message; the deceleration after them is left out."""
         message = self.messages[-1]
         start = stamp_ns(message.header.stamp)
-        return [(round(point.positions[0] * 1e3), start + stamp_ns(point.time_from_start)) for point in message.points]
+        points = [(round(p.positions[0] * 1e3), start + stamp_ns(p.time_from_start)) for p in message.points]
+        return points[: max(0, self.end - points[0][0])]
 
 
 def check(message: JointTrajectory, now_ns: int) -> None:

@@ -217,15 +217,40 @@ def test_a_chunk_that_has_not_begun_is_stopped_where_the_robot_stands(
     controller = Controller(arm, monkeypatch)
     player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
     player.activate()
-    rows = moving(arm)
-    give(player, 1, rows)
+    give(player, 1, moving(arm))
     for _ in range(30):  # to its end, and rest
         controller.wait(DT_NS)
         player.tick()
-    give(player, 2, np.repeat(rows[-1:], H, axis=0))
+    rest = positions(controller.sent[0])[-1]
+    give(player, 2, np.repeat(rest[None], H, axis=0))
     controller.wait(2_000_000)
     player.abort(AbortCause.SERVICE, "")
-    assert np.abs(positions(controller.sent[-1]) - rows[-1]).max() < 1e-9, "the speed before the rest is over"
+    assert np.abs(positions(controller.sent[-1]) - rest).max() < 1e-9, "the speed before the rest is over"
+
+
+def test_a_trajectory_that_runs_out_decelerates_and_the_next_one_waits_for_rest(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(arm, monkeypatch)
+    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
+    player.activate()
+    rows = moving(arm)
+    give(player, 1, rows)
+    first = controller.sent[0]
+    assert np.array_equal(positions(first)[:H], rows)
+    tail = positions(first)[H - 1 :, 0]
+    speed = np.diff(tail) / DT
+    assert len(tail) > 3 and (np.diff(speed) < 0).all() and speed[-1] == pytest.approx(0.0, abs=1e-6)
+    assert (np.abs(np.diff(speed, prepend=1.0)) <= arm.actions[0].acceleration_max * DT + 1e-9).all()
+    for _ in range(H + 2):  # two rows into the deceleration
+        controller.wait(DT_NS)
+        player.tick()
+    assert player.handoff.consumed == H and player.handoff.held >= 1
+    assert player.last_command is not None and player.last_command[0] == pytest.approx(tail[-1])
+    give(player, 2, np.repeat(positions(first)[-1:], H, axis=0))
+    second = controller.sent[1].header.stamp.sec * 10**9 + controller.sent[1].header.stamp.nanosec
+    began = first.header.stamp.sec * 10**9 + first.header.stamp.nanosec
+    assert second - began >= len(first.points) * DT_NS  # the tail is played to its end
 
 
 def test_a_flush_reaches_a_first_chunk_that_has_not_begun(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
