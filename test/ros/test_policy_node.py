@@ -518,8 +518,7 @@ def test_chunk_that_no_player_acknowledges_is_counted_and_requested_again(make_r
         publisher.publish(ChunkStatus())
         return len({c.chunk_id for c in rig.chunks}) >= 2
 
-    rig.until(alive)
-    assert "named the chunk" in rig.status.last_refusal_text
+    rig.until(lambda: alive() and "named the chunk" in rig.status.last_refusal_text)
 
 
 def test_nothing_is_re_armed_while_the_player_is_silent_and_its_latch_is_told_back(make_rig: Make) -> None:
