@@ -34,7 +34,7 @@ def spoiled(actions: F64, kind: str) -> F64:
         return actions[:-1]
     wrong = actions.copy()
     wrong[-1] = {"nan": np.nan, "out": 5.0, "jump": wrong[-1]}[kind]
-    return wrong + 0.5 if kind == "jump" else wrong
+    return wrong + 0.8 if kind == "jump" else wrong  # beyond seam_jump_max from every row, also after a hold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
