@@ -322,8 +322,9 @@ class Player:
         self.catch_up()
         if self.handoff.peek() is None:
             self.handoff = self.handoff.advance()  # counts a held tick
-            if self._value is not None:  # decelerating there, or at rest
+            if self._value is not None and self._rate.any():  # decelerates there, to rest
                 self._rest_at(self._planner.plan(self._value, self._rate).values[-1])
+            self._before = self._value
         self.safety = self.safety.playing(self.handoff.remaining_steps > 0)
 
     def _hold_step(self) -> Command | None:

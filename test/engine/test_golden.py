@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import plain_pi as plain
 
 from phyai_engine.errors import ConfigError, PhyaiError
 from phyai_engine.golden import MODES, GoldenReport, golden_command, run_golden
@@ -44,18 +46,6 @@ def test_the_recorded_sets_pass_in_every_mode(name: str) -> None:
         worst[c.name] = max(worst[c.name], c.max_abs)
     assert worst["actions"] < 3e-6  # reached 1.2e-6: a real mistake of 5e-6 should not hide under the gate
     assert 0.0 < worst["prefix_embeddings"] < 6e-6
-
-
-def _load_plain() -> ModuleType:
-    """The module plain_pi.py, by path: test folders are not packages."""
-    spec = importlib.util.spec_from_file_location("phyai_test_plain_pi", Path(__file__).with_name("plain_pi.py"))
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-plain = _load_plain()
 
 
 def own_set(folder: Path, **changes: Any) -> Path:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,22 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import plain_pi as plain
+
 from phyai_engine.models import pi
 from phyai_engine.models.pi import PiModel, PiOptions, PiPrefix, time_embedding
 from phyai_engine.weights.pi import places, random_tensors
 from phyai_engine.weights.pi_names import EMBEDDING, EXPERT, LANGUAGE, VISION
 
-
-def _load_plain() -> ModuleType:
-    """The module plain_pi.py, by path: test folders are not packages."""
-    spec = importlib.util.spec_from_file_location("phyai_test_plain_pi", Path(__file__).with_name("plain_pi.py"))
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-plain = _load_plain()
 VARIANTS = ["pi0", "pi05"]
 VALID = (8, 3, 1, 5)  # prompt tokens of each row
 CAMERAS = ((1, 1, 1), (1, 0, 1), (0, 0, 0), (0, 1, 0))

@@ -128,6 +128,14 @@ def moving(robot: RobotConfig, rate: float = 1.0) -> np.ndarray:
     return rows
 
 
+def driven(robot: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Controller, Player]:
+    """A controller and the active player that drives it."""
+    controller = Controller(robot, monkeypatch)
+    player = Player(robot, settings(), Safety(1), controller.output, lambda: middle(robot))
+    player.activate()
+    return controller, player
+
+
 def positions(message: Any) -> np.ndarray:
     return np.array([p.positions for p in message.points])
 
@@ -161,9 +169,7 @@ def test_trajectory_stop_continues_the_motion_without_a_jump(
 
 
 def test_flush_brings_a_trajectory_to_rest(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, moving(arm))
     controller.wait(4 * DT_NS)
     player.flush()
@@ -175,9 +181,7 @@ def test_flush_brings_a_trajectory_to_rest(arm: RobotConfig, monkeypatch: pytest
 def test_controller_that_falls_silent_is_stopped_and_given_nothing_more(
     arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, moving(arm, 0.5))
     controller.wait(2 * DT_NS)
     assert player.take_rejection() is None
@@ -192,9 +196,7 @@ def test_controller_that_falls_silent_is_stopped_and_given_nothing_more(
 def test_a_row_that_ends_while_a_stop_is_planned_does_not_turn_it_back(
     arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, moving(arm))
     for _ in range(6):
         controller.wait(DT_NS)
@@ -214,9 +216,7 @@ def test_a_row_that_ends_while_a_stop_is_planned_does_not_turn_it_back(
 def test_a_chunk_that_has_not_begun_is_stopped_where_the_robot_stands(
     arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, moving(arm))
     for _ in range(30):  # to its end, and rest
         controller.wait(DT_NS)
@@ -231,9 +231,7 @@ def test_a_chunk_that_has_not_begun_is_stopped_where_the_robot_stands(
 def test_a_trajectory_that_runs_out_decelerates_and_the_next_one_waits_for_rest(
     arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     rows = moving(arm)
     give(player, 1, rows)
     first = controller.sent[0]
@@ -254,9 +252,7 @@ def test_a_trajectory_that_runs_out_decelerates_and_the_next_one_waits_for_rest(
 
 
 def test_a_flush_reaches_a_first_chunk_that_has_not_begun(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, moving(arm))
     controller.wait(2_000_000)
     player.flush()
@@ -265,9 +261,7 @@ def test_a_flush_reaches_a_first_chunk_that_has_not_begun(arm: RobotConfig, monk
 
 
 def test_an_abort_while_a_flush_decelerates_goes_on_with_it(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     rows = still(arm)
     rows[:, 1] += 2.0 * DT * np.arange(H)
     give(player, 1, rows)
@@ -288,9 +282,7 @@ def test_an_abort_while_a_flush_decelerates_goes_on_with_it(arm: RobotConfig, mo
 def test_a_chunk_after_a_flush_begins_when_the_robot_is_at_rest(
     arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, moving(arm))
     for _ in range(8):
         controller.wait(DT_NS)
@@ -312,9 +304,7 @@ def test_rows_after_the_end_of_the_chunk_before_are_never_skipped(
     arm: RobotConfig, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
     # The controller's state is late, though not silent, and its chunk runs out before the next one comes.
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     rows = moving(arm)
     give(player, 1, rows)
     for tick in range(21 + late):
@@ -558,9 +548,7 @@ def test_a_seam_into_a_slower_chunk_is_not_taken_for_a_deceleration(arm: RobotCo
 
 
 def test_the_cubic_of_a_stop_keeps_to_the_deceleration(arm: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, moving(arm))
     controller.wait(6 * DT_NS)  # a row has just begun
     player.abort(AbortCause.SERVICE, "")
@@ -588,9 +576,7 @@ def test_the_cubic_of_a_stop_keeps_to_the_deceleration(arm: RobotConfig, monkeyp
 def test_a_trajectory_stop_in_the_first_row_of_a_chunk_takes_no_jump_for_motion(
     arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = Controller(arm, monkeypatch)
-    player = Player(arm, settings(), Safety(1), controller.output, lambda: middle(arm))
-    player.activate()
+    controller, player = driven(arm, monkeypatch)
     give(player, 1, still(arm))
     controller.wait(5 * DT_NS)
     player.catch_up()
