@@ -311,11 +311,12 @@ class PolicyNode(LifecycleNode):
         if safety.latched and not self._announced:
             self._announced = True
             self._diagnostics_due_ns = 0
+            self._report_latch()  # a player elsewhere waits for this word; the figures below take milliseconds
             self._report()
             self.get_logger().error(f"abort latched ({safety.cause.name.lower()}): {safety.text}")
 
     def _report_latch(self) -> None:
-        """The sentry's thread: a player elsewhere and the fleet must learn of the stop while the executor is stuck."""
+        """The latch alone, at once; also from the sentry's thread, while the executor is stuck."""
         facts = replace(self._told, safety=self._safety(), stop_cause=self._safety().cause)
         self._status.publish(diagnostics.policy_status(facts, self.get_clock().now().to_msg()))
 
