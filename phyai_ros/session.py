@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from phyai_ros.diagnostics import Facts, chunk_timing
 from phyai_ros.engine import Engine
 from phyai_ros.inputs import Inputs
 from phyai_ros.outputs import ACKNOWLEDGE_S, ChunksOutput, StepsOutput, TrajectoryOutput
+from phyai_ros.recording import Recording
 from phyai_ros.spin import Guard
 from phyai_ros.ticker import Sentry, Ticker
 from phyai_ros.topics import SENSOR_QOS, command_topics
@@ -85,6 +87,7 @@ class Session:
         self._refusal = ""  # not logged yet
         self._player_consumed = 0  # as the player elsewhere last said, as the next
         self.player_latch = 0
+        self.recording: Recording | None = None
         try:
             self._open(safety, kept, on_engine, on_instruction)
         except BaseException:
@@ -189,6 +192,8 @@ class Session:
         """The one publish path: nothing leaves while the node is not active."""
         if self.publishing:
             self._publishers[key].publish(message)
+            if self.recording is not None:
+                self.recording.sent(key, message)
 
     def apply(self, params: parameters.NodeParameters) -> None:
         """Take over the parameters that may change while configured."""
@@ -201,6 +206,7 @@ class Session:
         notes = {
             **self.notes,
             **self._engine.notes,
+            **({} if self.recording is None else self.recording.notes),
             "margins_unusable": self.sim_rate.reason,
             "stop_sent": loop.player.stop_sent,
         }
@@ -271,6 +277,8 @@ class Session:
         # Another robot, or other columns: the values mean something else there.
         same = kept and (kept[0].robot_id, kept[0].action_names) == (robot.robot_id, robot.action_names)
         self._make_loop(safety, kept[1] if kept and same else None, hello, output)
+        if params.record:
+            self._record(robot_file, model)
         inputs = Inputs(
             node,
             robot,
@@ -280,7 +288,10 @@ class Session:
             active=lambda: self.publishing,
             on_instruction=on_instruction,
             on_jump=partial(self._abort, AbortCause.CLOCK_JUMP),
+            tap=None if self.recording is None else self.recording.tap,
         )
+        if self.recording is not None:
+            self.recording.start()
         self.faults = inputs.faults
         self._stack.callback(inputs.destroy)
         # The handle must stay alive: the callback dies with it.
@@ -291,6 +302,14 @@ class Session:
         )
         jumps = node.get_clock().create_jump_callback(threshold, post_callback=self._jumped)
         self._stack.callback(jumps.unregister)
+
+    def _record(self, robot_file: Path, model: ModelConfig) -> None:
+        published = {key: (p.msg_type, p.topic_name) for key, p in self._publishers.items()}
+        self.recording = recording = Recording(
+            self._node, self.params, self.robot, robot_file, model, published, lambda: self.publishing
+        )
+        self._stack.callback(recording.close)
+        self._engine.asked, self._engine.answered = recording.asked, recording.answered
 
     def _start_engine(self, model: ModelConfig, on_engine: Callable[[], None]) -> EngineHello:
         node, params, log = self._node, self.params, self._node.get_logger()
