@@ -226,9 +226,9 @@ def _storage(file: Path) -> str:
     return suffix if suffix in (".mcap", ".db3") else ""
 
 
-def _in_order(file: Path) -> list[tuple[int, str]]:
+def _in_order(file: Path) -> list[tuple[str, int]]:
     """A recorder numbers its files: 10 comes after 9."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", file.name)]
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", file.name)]
 
 
 def _whole(path: Path, stack: ExitStack) -> _Source:
