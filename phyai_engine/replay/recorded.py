@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from phyai_engine.robot_check import check_robot
 from phyai_engine.types import F64, U8, Committed, Observation, Request
 
 REQUEST_TYPE = "phyai_policy/msg/EngineRequest"
-CHUNK_TYPE = "phyai_policy/msg/ActionChunk"
 
 Number = tuple[int, int]
 """(epoch, chunk), both counted from the first of a run: the same in a run that did the same at another time."""
@@ -72,7 +72,7 @@ class _Asked:
 
 
 class Recording:
-    """One recording. Reading starts anew with every call; frames are decoded as they are needed.
+    """One recording. Use it as a context, as its bag. Frames are decoded as they are needed.
 
     :param node: full name of the policy node, which its own topics begin with.
     """
@@ -83,6 +83,12 @@ class Recording:
         self.robot = convert(_parsed(run.robot, "robot", where), RobotConfig, where=f"{where}: robot")
         check_robot(self.robot, where=f"{where}: robot")
         self.model = convert(_parsed(run.model, "model", where), ModelConfig, where=f"{where}: model")
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.bag.close()
 
     @property
     def warnings(self) -> Sequence[str]:
@@ -104,6 +110,11 @@ class Recording:
             return f"{self.node}/{name[2:]}"
         return name if name.startswith("/") else f"{self.node.rpartition('/')[0]}/{name}"
 
+    def messages(self, topics: Collection[str]) -> Iterator[tuple[str, int, Any]]:
+        """(topic, time of receipt [ns], message) of those topics that the bag has, in the order of receipt."""
+        for received in self.bag.messages([topic for topic in topics if topic in self.bag.topics]):
+            yield received.topic, received.received_ns, self.bag.decode(received)
+
     def exchanges(self, *, images: bool = True) -> Iterator[Exchange]:
         """Every request in the order it was made."""
         asked, answers = self._engine_messages()
@@ -124,7 +135,7 @@ class Recording:
     def _engine_messages(self) -> tuple[list[_Asked], dict[tuple[int, int], F64]]:
         asked: list[_Asked] = []
         answers: dict[tuple[int, int], F64] = {}
-        for topic, received_ns, message in self.bag.messages([self.topic("~/request"), self.topic("~/chunk")]):
+        for topic, received_ns, message in self.messages([self.topic("~/request"), self.topic("~/chunk")]):
             if topic == self.topic("~/request"):
                 self._check(message)
                 frames = dict(zip(message.cameras, map(stamp_ns, message.image_stamps), strict=True))
@@ -162,7 +173,7 @@ class Recording:
                 yield entry
 
         topics = self.camera_topics()
-        for topic, received_ns, message in self.bag.messages([t for t in topics if t in self.bag.topics]):
+        for topic, received_ns, message in self.messages(topics):
             yield from ready(received_ns - 1)
             camera = topics[topic]
             key = camera.name, stamp_ns(message.header.stamp) or received_ns
@@ -178,9 +189,10 @@ def open_recording(folder: Path) -> Recording:
         no request of an engine.
     """
     run = load_run(folder)
-    bag = Bag.open(folder)
-    found = [topic for topic, kind in bag.topics.items() if kind == REQUEST_TYPE]
+    bag = Bag(folder)
+    found = [topic.name for topic in bag.topics.values() if topic.kind == REQUEST_TYPE]
     if len(found) != 1:
+        bag.close()
         raise BagError(
             "not the recording of one policy node",
             got=f"{len(found)} topics of type {REQUEST_TYPE}",
@@ -240,7 +252,8 @@ def _request(message: Any, images: Mapping[str, U8], robot: RobotConfig) -> Requ
 
 
 def _digest(message: Any, frames: Mapping[str, int]) -> bytes:
-    digest = hashlib.sha256(f"{message.instruction}\n{message.seed}\n{message.delay_steps}\n{sorted(frames.items())}".encode())
+    words = message.instruction, int(message.seed), int(message.delay_steps), sorted(frames.items())
+    digest = hashlib.sha256(repr(words).encode())
     for array in (message.state, message.velocity, message.committed):
         digest.update(np.asarray(array, dtype="<f8").tobytes() + b"|")
     return digest.digest()

@@ -195,11 +195,11 @@ def recorded_command(folder: Path, model: str = "") -> int:
     :returns: exit code: 0 the same actions, 1 not.
     :raises PhyaiError: the recording or the model cannot be used.
     """
-    recording = open_recording(folder)
     console = Console(highlight=False, markup=False)
-    for warning in recording.warnings:
-        console.print(f"warning: {warning}", style="yellow")
-    result = replay_recorded(recording, model_from(model) if model else None)
+    with open_recording(folder) as recording:
+        for warning in recording.warnings:
+            console.print(f"warning: {warning}", style="yellow")
+        result = replay_recorded(recording, model_from(model) if model else None)
     for sentence in sentences(result):
         console.print(sentence)
     return 0 if result.equal else 1

@@ -26,7 +26,7 @@ def record_of(recording: Recording) -> Record:
     """
     heard = _Heard(recording)
     topics = heard.topics()
-    for topic, received_ns, message in recording.bag.messages([t for t in topics if t in recording.bag.topics]):
+    for topic, received_ns, message in recording.messages(topics):
         topics[topic]((received_ns - recording.bag.start_ns) * 1e-9, message)
     return heard.record()
 
