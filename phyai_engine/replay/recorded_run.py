@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from phyai_engine.errors import ImageError
 from phyai_engine.messages import compressed_to_rgb, image_to_rgb, stamp_ns
 from phyai_engine.policy import MODELS, weights_note
 from phyai_engine.replay.examine import examine
@@ -103,7 +105,9 @@ class _Heard:
         stamp_s = (stamp_ns(message.header.stamp) - self._recording.bag.start_ns) * 1e-9
         self._arrivals[camera].append((t_s, stamp_s))
         kept = [frame.t_s for frame in self._frames if frame.camera == camera]
-        if not kept or t_s - kept[-1] >= FRAME_EVERY_S:
+        if kept and t_s - kept[-1] < FRAME_EVERY_S:
+            return
+        with contextlib.suppress(ImageError):  # the survey counts those that cannot be read
             image = (compressed_to_rgb if transport == "compressed" else image_to_rgb)(message)
             self._frames.append(frame_row(t_s, camera, image))
 
