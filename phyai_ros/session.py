@@ -27,6 +27,7 @@ from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineRefusedError
 from phyai_engine.handoff import HandoffSettings
+from phyai_engine.messages import stamp_ns
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
@@ -34,7 +35,7 @@ from phyai_engine.types import F64, AbortCause, Schedule
 from phyai_engine.watchdog import Watchdogs
 from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros import parameters
-from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
+from phyai_ros.convert import choose_decoder, controller_state_type, to_stamp
 from phyai_ros.diagnostics import Facts, chunk_timing
 from phyai_ros.engine import Engine
 from phyai_ros.inputs import Inputs

@@ -20,6 +20,7 @@ from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import Image, JointState
 
 from phyai_engine.config import RobotConfig
+from phyai_engine.messages import image_to_rgb, stamp_ns
 from phyai_engine.replay.record import (
     Camera,
     Event,
@@ -32,7 +33,6 @@ from phyai_engine.replay.record import (
     TimingRow,
 )
 from phyai_engine.types import AbortCause, Refusal, SafetyState
-from phyai_ros.convert import image_to_rgb, stamp_ns
 from phyai_ros.diagnostics import OUTCOMES
 
 FRAME_EVERY_S = 1.5

@@ -153,7 +153,7 @@ class ObservationBuffer:
         received_ros_ns: int,
         received_mono_ns: int,
     ) -> Put:
-        """A JointState arrived, as :func:`phyai_ros.convert.joint_state_to_arrays` gives it.
+        """A JointState arrived, as :func:`phyai_engine.messages.joint_state_to_arrays` gives it.
 
         Any subset of the joints, in any order; joints that the robot file does not name are ignored.
 
