@@ -22,6 +22,7 @@ from phyai_engine.errors import BagError, ConfigError
 from phyai_engine.messages import compressed_to_rgb, image_to_rgb, stamp_ns
 from phyai_engine.replay.bag import Bag
 from phyai_engine.replay.run_file import NAME, RunFile, load_run
+from phyai_engine.replay.topic_map import resolved
 from phyai_engine.robot_check import check_robot
 from phyai_engine.types import F64, U8, Committed, Observation, Request
 
@@ -96,6 +97,11 @@ class Recording:
         return self.bag.warnings
 
     @property
+    def namespace(self) -> str:
+        """Of the node."""
+        return self.node.rpartition("/")[0]
+
+    @property
     def threads(self) -> int:
         """CPU threads that its engine had; 0 = its library's default."""
         return int(self.run.parameters.get("engine_threads", 0))
@@ -106,9 +112,7 @@ class Recording:
 
     def topic(self, name: str) -> str:
         """A topic of the robot file, or ``~/x``, as it is called in the bag."""
-        if name.startswith("~/"):
-            return f"{self.node}/{name[2:]}"
-        return name if name.startswith("/") else f"{self.node.rpartition('/')[0]}/{name}"
+        return f"{self.node}/{name[2:]}" if name.startswith("~/") else resolved(name, self.namespace)
 
     def messages(self, topics: Collection[str]) -> Iterator[tuple[str, int, Any]]:
         """(topic, time of receipt [ns], message) of those topics that the bag has, in the order of receipt."""
