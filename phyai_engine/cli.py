@@ -183,6 +183,73 @@ def inspect(
     raise typer.Exit(code)
 
 
+@app.command()
+def diff(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A recording folder, or the record of a replay.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Likewise; may be the same recording.")],
+    model_a: Annotated[
+        str, typer.Option(metavar="MODEL", help="Run A's recorded requests again with this one; `recorded`: its own.")
+    ] = "",
+    model_b: Annotated[str, typer.Option(metavar="MODEL", help="Likewise of B.")] = "",
+    within: Annotated[
+        float, typer.Option(min=0.0, help="Largest difference of an action, robot units, that counts as the same.")
+    ] = 0.0,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.json", help="Also write every figure.")
+    ] = None,
+) -> None:
+    """Compare two runs: actions, velocities of the denoising steps, latency. For kernels, quantisation and models.
+
+    Exit code 0: the same actions, 1: not, 2: a run cannot be read or compared.
+    """
+    with readable_errors():
+        from phyai_engine.replay.diff_table import diff_command  # noqa: PLC0415
+
+        code = diff_command(run_a, run_b, models=(model_a, model_b), within=within, out=out)
+    raise typer.Exit(code)
+
+
+@app.command()
+def sweep(
+    runs: Annotated[list[str], typer.Argument(metavar="[NAME=]RUN...", help="Records of replays, recording folders.")],
+    steps: Annotated[
+        str, typer.Option(metavar="S,S", help="Execution horizons. Default: 1/4, 1/2 and 3/4 of the run's horizon.")
+    ] = "",
+    delay: Annotated[
+        str, typer.Option(metavar="D,D", help="Delays in steps, or `predicted`, as the node does.")
+    ] = "predicted",
+    horizon: Annotated[int | None, typer.Option(min=1, help="Of runs that kept no chunks.")] = None,
+    eps: Annotated[float, typer.Option(help="Largest accepted miss rate.")] = 1e-3,
+    budget: Annotated[float | None, typer.Option(min=0.0, help="Of one robot's hour, in the price file's money.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="YAML", help="Default: config/prices.yaml, whose numbers are placeholders.")
+    ] = None,
+    success: Annotated[Path | None, typer.Option(metavar="FILE", help="Success rates of an evaluation.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.json", help="Also write every figure.")
+    ] = None,
+) -> None:
+    """Say which execution horizon, delay, model and placement keep the deadline, from recorded latencies.
+
+    Exit code 0: some configuration does, within the budget, 1: none does, 2: a file cannot be used.
+    """
+    with readable_errors():
+        from phyai_engine.replay.sweep_command import sweep_command  # noqa: PLC0415
+
+        code = sweep_command(
+            runs,
+            execution_steps=steps,
+            delay_steps=delay,
+            horizon=horizon,
+            eps=eps,
+            budget=budget,
+            prices=prices,
+            success=success,
+            out=out,
+        )
+    raise typer.Exit(code)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
