@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import math
 import time
 from datetime import datetime, timezone
 from functools import partial
+from typing import Any
 
-import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray
 from phyai_policy.msg import ActionStep, ChunkTiming, PolicyStatus
-from PIL import Image as Picture
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from sensor_msgs.msg import Image, JointState
+from sensor_msgs.msg import CompressedImage, Image, JointState
 
+from phyai_engine.config import Camera as CameraConfig
 from phyai_engine.config import RobotConfig
+from phyai_engine.errors import ImageError
 from phyai_engine.host import host
-from phyai_engine.messages import image_to_rgb, stamp_ns
+from phyai_engine.messages import compressed_to_rgb, image_to_rgb, stamp_ns
 from phyai_engine.replay.record import (
     Camera,
     Event,
@@ -30,11 +31,10 @@ from phyai_engine.replay.record import (
     StepRow,
     TimingRow,
 )
+from phyai_engine.replay.rows import frame_row, step_row, timing_row
 from phyai_engine.types import AbortCause, Refusal, SafetyState
-from phyai_ros.diagnostics import OUTCOMES
 
 FRAME_EVERY_S = 1.5
-KINDS = {1: "action", 2: "hold", 3: "stop"}
 SENSOR = QoSProfile(depth=5, reliability=ReliabilityPolicy.BEST_EFFORT)
 
 
@@ -42,9 +42,10 @@ class Watch:
     """What was heard since it was made.
 
     :param policy: name of the policy node.
+    :param sensors: False where they are known already (a bag that is played): no camera or joint is listened to.
     """
 
-    def __init__(self, node: Node, robot: RobotConfig, policy: str) -> None:
+    def __init__(self, node: Node, robot: RobotConfig, policy: str, *, sensors: bool = True) -> None:
         self.robot = robot
         self.status: PolicyStatus | None = None
         self.events: list[Event] = []
@@ -55,6 +56,8 @@ class Watch:
         self.abort_reply_s = float("nan")
         self._delivered: dict[str, float] = {}
         self.model = "unknown"
+        self.warm_up_s: tuple[float, ...] = ()
+        """Inferences of the warm-up; the first is the very first of the engine."""
         self._zero_s = time.monotonic()
         self._zero_ros_ns = node.get_clock().now().nanoseconds
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -67,11 +70,20 @@ class Watch:
         node.create_subscription(ActionStep, f"{policy}/step", self._on_step, QoSProfile(depth=100))
         node.create_subscription(ChunkTiming, f"{policy}/timing", self._on_timing, QoSProfile(depth=100))
         node.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, QoSProfile(depth=5))
+        if not sensors:
+            return
         for camera in robot.cameras:
-            if camera.transport == "raw":
-                node.create_subscription(Image, camera.topic, partial(self._on_image, camera.name), SENSOR)
+            kind = CompressedImage if camera.transport == "compressed" else Image
+            node.create_subscription(kind, camera.topic, partial(self._on_image, camera), SENSOR)
         for topic in dict.fromkeys(entry.topic for entry in robot.state):
             node.create_subscription(JointState, topic, self._on_joints, SENSOR)
+
+    def begin(self) -> None:
+        """The record begins now: what was heard before is forgotten, events before are put at its start."""
+        self._zero_s = time.monotonic()
+        self.events = [Event(0.0, event.kind, event.text) for event in self.events]
+        self.steps.clear()
+        self.timings.clear()
 
     @property
     def now_s(self) -> float:
@@ -176,39 +188,25 @@ class Watch:
                 self._delivered[name] = float(share)
 
     def _on_step(self, message: ActionStep) -> None:
-        self.steps.append(
-            StepRow(
-                t_s=self.now_s,
-                kind=KINDS[message.kind],  # type: ignore[arg-type]
-                values=list(message.values),
-                tick=message.tick,
-                epoch=message.epoch,
-                chunk_id=message.chunk_id,
-                step=message.step,
-            )
-        )
+        self.steps.append(step_row(self.now_s, message))
 
     def _on_timing(self, message: ChunkTiming) -> None:
-        outcome = next(name for name, number in OUTCOMES.items() if number == message.outcome)
-        refusal = Refusal(message.refusal).name.lower()
-        self.timings.append(TimingRow.of(self.now_s, message, outcome=outcome, refusal=refusal))
+        self.timings.append(timing_row(self.now_s, message))
 
     def _on_diagnostics(self, message: DiagnosticArray) -> None:
-        for value in message.status[0].values:
-            if value.key == "model":
-                self.model = value.value
+        said = {value.key: value.value for value in message.status[0].values}
+        self.model = said.get("model", self.model)
+        if warm_up_ms := said.get("warm_up_ms"):
+            self.warm_up_s = tuple(float(ms) * 1e-3 for ms in warm_up_ms.split(","))
 
-    def _on_image(self, camera: str, message: Image) -> None:
-        now = self.now_s
-        stamp_s = (stamp_ns(message.header.stamp) - self._zero_ros_ns) * 1e-9
-        self._arrivals[camera].append((now, stamp_s))
-        if now >= self._frame_due_s[camera]:
-            self._frame_due_s[camera] = now + FRAME_EVERY_S
-            picture = Picture.fromarray(np.ascontiguousarray(image_to_rgb(message)))
-            picture.thumbnail((240, 180))
-            jpeg = io.BytesIO()
-            picture.save(jpeg, "JPEG", quality=80)
-            self._frames.append(FrameRow(t_s=now, camera=camera, jpeg=jpeg.getvalue()))
+    def _on_image(self, camera: CameraConfig, message: Any) -> None:
+        now, name = self.now_s, camera.name
+        self._arrivals[name].append((now, (stamp_ns(message.header.stamp) - self._zero_ros_ns) * 1e-9))
+        if now >= self._frame_due_s[name]:
+            self._frame_due_s[name] = now + FRAME_EVERY_S
+            decode = compressed_to_rgb if camera.transport == "compressed" else image_to_rgb
+            with contextlib.suppress(ImageError):  # the node counts and tells what it cannot read
+                self._frames.append(frame_row(now, name, decode(message)))
 
     def _on_joints(self, message: JointState) -> None:
         self._positions.update(zip(message.name, message.position, strict=False))
