@@ -58,7 +58,7 @@ class Scenario:
                 self._live = stack.enter_context(Live(self._view(), console=self._console, refresh_per_second=4))
             self._phase = "starting the simulated robot and the policy node"
             self._start()
-            self.processes.until(lambda: bool(watch.frames_of("front")), WAIT_S, "the first camera frame")
+            self.processes.until(lambda: bool(watch.sensors.arrivals("front")), WAIT_S, "the first camera frame")
             self._phase = "configure: loading the model and warming up"
             self._transition("configure")
             self._transition("activate")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from datetime import datetime, timezone
@@ -15,26 +14,14 @@ from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CompressedImage, Image, JointState
 
-from phyai_engine.config import Camera as CameraConfig
-from phyai_engine.config import RobotConfig
-from phyai_engine.errors import ImageError
+from phyai_engine.config import Camera, RobotConfig
 from phyai_engine.host import host
-from phyai_engine.messages import compressed_to_rgb, image_to_rgb, stamp_ns
-from phyai_engine.replay.record import (
-    Camera,
-    Event,
-    EventKind,
-    FrameRow,
-    Invariant,
-    Joints,
-    Record,
-    StepRow,
-    TimingRow,
-)
-from phyai_engine.replay.rows import frame_row, step_row, timing_row
+from phyai_engine.messages import stamp_ns
+from phyai_engine.replay.record import Event, EventKind, Invariant, Record, StepRow, TimingRow
+from phyai_engine.replay.rows import step_row, timing_row
+from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.types import AbortCause, Refusal, SafetyState
 
-FRAME_EVERY_S = 1.5
 SENSOR = QoSProfile(depth=5, reliability=ReliabilityPolicy.BEST_EFFORT)
 
 
@@ -51,7 +38,7 @@ class Watch:
         self.events: list[Event] = []
         self.steps: list[StepRow] = []
         self.timings: list[TimingRow] = []
-        self.joint_rows: list[tuple[float, dict[str, float]]] = []
+        self.sensors = SensorRows(robot)
         self.aborted_epoch = 0
         self.abort_reply_s = float("nan")
         self._delivered: dict[str, float] = {}
@@ -61,10 +48,6 @@ class Watch:
         self._zero_s = time.monotonic()
         self._zero_ros_ns = node.get_clock().now().nanoseconds
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._arrivals: dict[str, list[tuple[float, float]]] = {c.name: [] for c in robot.cameras}
-        self._frames: list[FrameRow] = []
-        self._frame_due_s = dict.fromkeys(self._arrivals, 0.0)
-        self._positions: dict[str, float] = {}
         latched = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
         node.create_subscription(PolicyStatus, f"{policy}/status", self._on_status, latched)
         node.create_subscription(ActionStep, f"{policy}/step", self._on_step, QoSProfile(depth=100))
@@ -98,10 +81,6 @@ class Watch:
     def event(self, kind: EventKind, text: str) -> None:
         """Note something that happened."""
         self.events.append(Event(self.now_s, kind, text))
-
-    def frames_of(self, camera: str) -> list[tuple[float, float]]:
-        """(arrival, stamp) of every frame of one camera."""
-        return self._arrivals[camera]
 
     def rows(self) -> list[tuple[str, str]]:
         """Key and value of the live view."""
@@ -146,8 +125,6 @@ class Watch:
     def record(self, invariants: list[Invariant]) -> Record:
         """Everything heard, as a record."""
         status = self.status
-        names = [n for n in (e.name for e in self.robot.state) if any(n in row for _, row in self.joint_rows)]
-        complete = [(t, row) for t, row in self.joint_rows if all(n in row for n in names)]
         return Record(
             robot_id=self.robot.robot_id,
             action_names=self.robot.action_names,
@@ -161,20 +138,9 @@ class Watch:
             events=self.events,
             steps=self.steps,
             timings=self.timings,
-            joints=Joints(
-                names=names,
-                t_s=[t for t, _ in complete],
-                positions=[[row[n] for n in names] for _, row in complete],
-            ),
-            cameras={
-                name: Camera(
-                    t_s=[t for t, _ in arrivals],
-                    stamp_s=[s for _, s in arrivals],
-                    delivered=self._delivered.get(name, float("nan")),
-                )
-                for name, arrivals in self._arrivals.items()
-            },
-            frames=self._frames,
+            joints=self.sensors.joints(),
+            cameras=self.sensors.cameras(self._delivered),
+            frames=self.sensors.frames,
             refusals={}
             if status is None
             else {Refusal(code).name.lower(): int(n) for code, n in enumerate(status.refusals) if n},
@@ -199,16 +165,9 @@ class Watch:
         if warm_up_ms := said.get("warm_up_ms"):
             self.warm_up_s = tuple(float(ms) * 1e-3 for ms in warm_up_ms.split(","))
 
-    def _on_image(self, camera: CameraConfig, message: Any) -> None:
-        now, name = self.now_s, camera.name
-        self._arrivals[name].append((now, (stamp_ns(message.header.stamp) - self._zero_ros_ns) * 1e-9))
-        if now >= self._frame_due_s[name]:
-            self._frame_due_s[name] = now + FRAME_EVERY_S
-            decode = compressed_to_rgb if camera.transport == "compressed" else image_to_rgb
-            with contextlib.suppress(ImageError):  # the node counts and tells what it cannot read
-                self._frames.append(frame_row(now, name, decode(message)))
+    def _on_image(self, camera: Camera, message: Any) -> None:
+        stamp_s = (stamp_ns(message.header.stamp) - self._zero_ros_ns) * 1e-9
+        self.sensors.image(camera, self.now_s, stamp_s, message)
 
     def _on_joints(self, message: JointState) -> None:
-        self._positions.update(zip(message.name, message.position, strict=False))
-        if not self.joint_rows or self.now_s - self.joint_rows[-1][0] > 0.05:
-            self.joint_rows.append((self.now_s, dict(self._positions)))
+        self.sensors.joint_state(self.now_s, message)
