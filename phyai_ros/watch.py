@@ -29,16 +29,16 @@ class Watch:
     """What was heard since it was made.
 
     :param policy: name of the policy node.
-    :param sensors: False where they are known already (a bag that is played): no camera or joint is listened to.
+    :param sensors: where they are known already (a bag that is played): no camera or joint is listened to.
     """
 
-    def __init__(self, node: Node, robot: RobotConfig, policy: str, *, sensors: bool = True) -> None:
+    def __init__(self, node: Node, robot: RobotConfig, policy: str, *, sensors: SensorRows | None = None) -> None:
         self.robot = robot
         self.status: PolicyStatus | None = None
         self.events: list[Event] = []
         self.steps: list[StepRow] = []
         self.timings: list[TimingRow] = []
-        self.sensors = SensorRows(robot)
+        self.sensors = SensorRows(robot) if sensors is None else sensors
         self.aborted_epoch = 0
         self.abort_reply_s = float("nan")
         self._delivered: dict[str, float] = {}
@@ -53,7 +53,7 @@ class Watch:
         node.create_subscription(ActionStep, f"{policy}/step", self._on_step, QoSProfile(depth=100))
         node.create_subscription(ChunkTiming, f"{policy}/timing", self._on_timing, QoSProfile(depth=100))
         node.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, QoSProfile(depth=5))
-        if not sensors:
+        if sensors is not None:
             return
         for camera in robot.cameras:
             kind = CompressedImage if camera.transport == "compressed" else Image
