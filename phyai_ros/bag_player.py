@@ -54,6 +54,7 @@ class BagPlayer:
         }
         for topic, spelt in topics.joints.items():
             self._publishers[topic] = make(JointState, spelt, QoSProfile(depth=10))
+        self._instruction = topics.instruction
         if topics.instruction:
             self._publishers[topics.instruction] = make(String, f"{policy}/instruction", QoSProfile(depth=1))
 
@@ -61,6 +62,11 @@ class BagPlayer:
     def heard(self) -> bool:
         """True once somebody listens to every topic."""
         return all(p.get_subscription_count() for p in (self._clock, *self._publishers.values()))
+
+    def instruct(self) -> None:
+        """The first instruction holds from the beginning: a latched one may have been recorded at any time."""
+        if (topic := self._instruction) and (first := next(self._bag.messages([topic]), None)) is not None:
+            self._publishers[topic].publish(bytes(first.raw))
 
     def play(self, turn: Callable[[float], None]) -> Played:
         """Publish everything; returns when the last message is out.

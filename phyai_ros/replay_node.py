@@ -1,8 +1,8 @@
 """`ros2 run phyai_policy replay BAG --robot R --model M`: does the policy keep its deadline on this bag?
 
 The bag's inputs are played over DDS with /clock, in real time, against a policy node in a process of its own; what it
-does is heard on the wire. Joints are the bag's: the robot on it does not obey. `phyai replay` does the same without
-ROS, also faster than real time or step by step.
+does is heard on the wire. Joints are the bag's: the robot on it does not obey, and a stop that latches is re-armed.
+`phyai replay` does the same without ROS, also faster than real time or step by step.
 
 Exit code 0: replayed, and the gate passed; 1: the gate failed, the robot was stopped, or the bag is not one run of a
 robot; 2: it could not be replayed.
@@ -21,6 +21,7 @@ from msgspec import structs
 from rclpy.node import Node
 from rclpy.utilities import remove_ros_args
 from rich.console import Console
+from std_srvs.srv import Trigger
 
 from phyai_engine.config import RobotConfig, load_robot, resolve
 from phyai_engine.errors import BagError, ConfigError, PhyaiError
@@ -30,7 +31,7 @@ from phyai_engine.replay.record import Record
 from phyai_engine.replay.report import write_report, write_summary
 from phyai_engine.replay.sensor_rows import SensorRows, sensors_of
 from phyai_engine.replay.topic_map import TopicMap, map_topics
-from phyai_engine.types import AbortCause
+from phyai_engine.types import AbortCause, SafetyState
 from phyai_ros.bag_player import BagPlayer
 from phyai_ros.processes import Processes
 from phyai_ros.watch import Watch
@@ -53,6 +54,8 @@ class Replay:
         self.watch = Watch(node, robot, POLICY, sensors=sensors)
         self.processes = Processes(node, out, self._look)
         self._player = BagPlayer(node, bag, topics, POLICY, examined.clock_offset_ns)
+        self._rearm = node.create_client(Trigger, f"{POLICY}/rearm")
+        self._rearming: Any = None
         self._latched = 0
 
     def run(self, params_file: str, parameters: dict[str, object]) -> None:
@@ -65,6 +68,7 @@ class Replay:
         for label in ("configure", "activate"):
             watch.event("lifecycle", f"{label} took {processes.transition(POLICY, label):.3f} s")
         processes.until(lambda: self._player.heard, HEARD_S, "subscription of the policy node to every topic of the bag")
+        self._player.instruct()
         watch.begin()
         played = self._player.play(processes.turn)
         late = played.lateness
@@ -79,12 +83,20 @@ class Replay:
         processes.spin(AFTER_S)
 
     def _look(self) -> None:
-        """A latch is an event; what follows it measures nothing any more."""
+        """A latch is an event. It is re-armed as soon as the node allows it: one bad minute does not end the
+        measurement, and nobody is moved by that."""
         status = self.watch.status
-        if status is not None and status.abort_cause != self._latched:
+        if status is None:
+            return
+        if status.abort_cause != self._latched:
             self._latched = status.abort_cause
-            if self._latched:
-                self.watch.event("abort", f"{AbortCause(self._latched).name.lower()}: {status.abort_text}")
+            cause = AbortCause(self._latched).name.lower()
+            what = ("abort", f"{cause}: {status.abort_text}") if self._latched else ("rearm", "re-armed by the replay")
+            self.watch.event(*what)  # type: ignore[arg-type]
+        if self._rearming is not None and self._rearming.done():
+            self._rearming = None
+        if status.safety_state == SafetyState.LATCHED and self._rearming is None:
+            self._rearming = self._rearm.call_async(Trigger.Request())
 
 
 def replay(options: argparse.Namespace) -> Record:
@@ -159,7 +171,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         record = replay(options)
     except (PhyaiError, KeyboardInterrupt) as error:
-        console.print(f"[red]{error or 'interrupted'}[/]", markup=True, highlight=False)
+        console.print(str(error) or "interrupted", style="red", markup=False, highlight=False)
         return FAILED
     finally:
         rclpy.try_shutdown()
