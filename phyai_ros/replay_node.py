@@ -4,8 +4,8 @@ The bag's inputs are played over DDS with /clock, in real time, against a policy
 does is heard on the wire. Joints are the bag's: the robot on it does not obey, and a stop that latches is re-armed.
 `phyai replay` does the same without ROS, also faster than real time or step by step.
 
-Exit code 0: replayed, and the gate passed; 1: the gate failed, the robot was stopped, or the bag is not one run of a
-robot; 2: it could not be replayed.
+Exit code 0: replayed, and the gate passed; 1: the gate did not, or the bag is not one run of a robot; 2: it could not be
+replayed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from rich.console import Console
 from std_srvs.srv import Trigger
 
 from phyai_engine.config import RobotConfig, load_robot, resolve
-from phyai_engine.errors import BagError, ConfigError, PhyaiError
+from phyai_engine.errors import PhyaiError
 from phyai_engine.replay.bag import Bag
+from phyai_engine.replay.command import exit_code, show, write_results
 from phyai_engine.replay.examine import Examined, examine
+from phyai_engine.replay.gate import judge, parse_gate
 from phyai_engine.replay.record import Record
-from phyai_engine.replay.report import write_report, write_summary
 from phyai_engine.replay.sensor_rows import SensorRows, sensors_of
 from phyai_engine.replay.topic_map import TopicMap, map_topics
 from phyai_engine.types import AbortCause, SafetyState
@@ -39,17 +40,24 @@ from phyai_ros.watch import Watch
 POLICY = "policy_node"
 HEARD_S = 10.0  # for discovery
 AFTER_S = 0.5  # the last chunk and its report
-FAILED = 2
+NOT_REPLAYED = 2
 
 
 class Replay:
     """One bag through one policy node.
 
-    :param sensors: of the bag. :param parameters: of the policy node.
+    :param sensors: of the bag. :param out: folder of the policy node's log.
     """
 
     def __init__(
-        self, node: Node, bag: Bag, topics: TopicMap, robot: RobotConfig, examined: Examined, sensors: SensorRows, out: Path
+        self,
+        node: Node,
+        bag: Bag,
+        topics: TopicMap,
+        robot: RobotConfig,
+        examined: Examined,
+        sensors: SensorRows,
+        out: Path,
     ) -> None:
         self.watch = Watch(node, robot, POLICY, sensors=sensors)
         self.processes = Processes(node, out, self._look)
@@ -158,9 +166,11 @@ def arguments(args: list[str]) -> argparse.Namespace:
         "--recorded-namespace", default="", metavar="NS", help="of the recorded robot, where its topics have one"
     )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="have the node record the run into a new folder")
-    parser.add_argument("--out", type=Path, default=Path("out/replay"), help="folder of report, record and log")
+    parser.add_argument("--out", type=Path, help="folder of report, record and log; out/replay/ and the bag's name")
     parser.add_argument("--gate", default="", metavar="RULES", help='such as "p99_margin_ms>=5,miss_rate<=1e-3"')
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    options.out = options.out or Path("out") / "replay" / options.bag.resolve().name
+    return options
 
 
 def main(args: list[str] | None = None) -> int:
@@ -169,17 +179,17 @@ def main(args: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     rclpy.init(args=args)
     try:
+        conditions = parse_gate(options.gate) if options.gate else ()
         record = replay(options)
+        record = structs.replace(record, invariants=judge(conditions, record))
+        write_results(record, options.out)
+        show(record, options.out, console)
     except (PhyaiError, KeyboardInterrupt) as error:
         console.print(str(error) or "interrupted", style="red", markup=False, highlight=False)
-        return FAILED
+        return NOT_REPLAYED
     finally:
         rclpy.try_shutdown()
-    record.save(options.out / "record.json")
-    write_summary(record, options.out / "summary.json")
-    write_report(record, options.out / "report.html")
-    console.print(f"report: {options.out / 'report.html'}   record: {options.out / 'record.json'}")
-    return 0
+    return exit_code(record)
 
 
 if __name__ == "__main__":

@@ -277,6 +277,12 @@ class Rig:
 
 
 @pytest.fixture(scope="session")
+def domain_of_its_own() -> Callable[[], tuple[int, socket.socket]]:
+    """For tests whose processes talk among themselves."""
+    return free_domain
+
+
+@pytest.fixture(scope="session")
 def rig_type() -> type[Rig]:
     """For a rig that a whole module shares."""
     return Rig
