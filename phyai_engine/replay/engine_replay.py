@@ -265,7 +265,7 @@ class EngineReplay:
         elif topic in self._topics.cameras:
             camera = self._topics.cameras[topic]
             self._intake.image(camera, content, received)
-            self._trace.image(camera, content, (self._examined.clock_offset_ns - self._bag.start_ns) * 1e-9)
+            self._trace.image(camera, content, self._examined.clock_offset_ns - self._bag.start_ns)
         else:
             self._intake.joints(self._topics.joints[topic], content, received)
             self._trace.joints(content)

@@ -57,10 +57,10 @@ class Trace:
         """Something happened now."""
         self.events.append(Event(self._now_s(), kind, text))
 
-    def image(self, camera: Camera, message: Any, offset_s: float) -> None:
-        """A frame arrived. :param offset_s: from its stamp to the axis of the record."""
+    def image(self, camera: Camera, message: Any, offset_ns: int) -> None:
+        """A frame arrived. :param offset_ns: from its stamp to the axis of the record."""
         stamp = stamp_ns(message.header.stamp)
-        stamp_s = stamp * 1e-9 + offset_s if stamp > 0 else float("nan")
+        stamp_s = (stamp + offset_ns) * 1e-9 if stamp > 0 else float("nan")
         self._arrivals[camera.name].append((self._now_s(), stamp_s))
 
     def joints(self, message: Any) -> None:
