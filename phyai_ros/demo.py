@@ -172,7 +172,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--robot", default="metaworld_sawyer", help="robot file or name")
     parser.add_argument("--model", default="pi05_demo", help="model file or name")
     parser.add_argument("--seconds", type=float, default=20.0, help="about this much motion")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="have the policy node record into this new folder")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="have the policy node record into a new folder")
     options = parser.parse_args(args)
     options.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 140)

@@ -4,8 +4,8 @@ The bag's inputs are played over DDS with /clock, in real time, against a policy
 does is heard on the wire. Joints are the bag's: the robot on it does not obey, and a stop that latches is re-armed.
 `phyai replay` does the same without ROS, also faster than real time or step by step.
 
-Exit code 0: replayed, and the gate passed; 1: the gate did not, or the bag is not one run of a robot; 2: it could not be
-replayed.
+Exit code 0: replayed, and the gate passed; 1: the gate did not, or the bag is not one run of a robot; 2: it could not
+be replayed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Replay:
         processes.start(POLICY, "phyai_ros.policy_node", params_file, use_sim_time="true", **parameters)
         for label in ("configure", "activate"):
             watch.event("lifecycle", f"{label} took {processes.transition(POLICY, label):.3f} s")
-        processes.until(lambda: self._player.heard, HEARD_S, "subscription of the policy node to every topic of the bag")
+        processes.until(lambda: self._player.heard, HEARD_S, "subscription of the policy node to every topic")
         self._player.instruct()
         watch.begin()
         played = self._player.play(processes.turn)

@@ -148,10 +148,11 @@ def main() -> int:
         figure = f"{np.median(recorded):.3f} / {np.median(plain):.3f} ms = {ratio:.3f}, 95 % [{low:.3f}, {high:.3f}]"
         rows.append((f"|period - 20 ms| {name[:3]}, recorded / not (interval holds 1)", figure, low <= 1.0 <= high))
     frames, published = sum(r.frames for r in on), sum(r.published for r in on)
+    share = frames / published
     rows += [
         ("runs of each kind; ticks in each", f"{len(on)}; {min(r.ticks for r in runs)} or more", None),
         ("messages dropped by the recorder", ", ".join(r.dropped for r in on), all(r.dropped == "0" for r in on)),
-        ("frames recorded, of those published", f"{frames} of {published} = {frames / published:.2%}", frames >= 0.99 * published),
+        ("frames recorded, of those published", f"{frames} of {published} = {share:.2%}", share >= 0.99),
         ("written", f"{np.median([r.mib_s for r in on]):.1f} MiB/s", None),
     ]
     title = f"recording: {chosen.pairs} runs of {chosen.seconds:.0f} s with and as many without it, interleaved"

@@ -1,4 +1,4 @@
-"""A bag from the simulated robot, recorded by the policy node, replayed: by a real node in real time, by the engine alone
+"""A bag of the simulated robot, recorded by the policy node, replayed: by a real node in real time, by the engine alone
 step by step, with planted sensor faults, and against gates. Results and reports stay in out/prove/replay.
 """
 

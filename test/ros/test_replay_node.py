@@ -69,7 +69,9 @@ def write_bag(folder: Path, seconds: float, *, wrist: bool = True) -> Path:
 
 
 @pytest.fixture(scope="module")
-def replayed(domain_of_its_own: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def replayed(
+    domain_of_its_own: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Three seconds replayed in processes of their own."""
     tmp = tmp_path_factory.mktemp("replayed")
     bag, out = write_bag(tmp / "bag", 3.0), tmp / "out"
