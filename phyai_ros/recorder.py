@@ -19,7 +19,6 @@ from ament_index_python.packages import get_package_share_directory
 
 from phyai_engine.errors import ConfigError
 from phyai_engine.replay.run_file import RunFile
-from phyai_engine.timing import mono_ns
 
 MIB = 1 << 20
 QUEUE_BYTES = 64 * MIB
@@ -73,12 +72,12 @@ class Recorder:
 
         :raises ConfigError: the folder cannot be made.
         """
+        types = _definitions(self._kinds.values())
         try:
             self._bag.open()
             run.save(self.folder)
         except OSError as error:
             raise ConfigError("the recording cannot be made", got=error.strerror, where=self.folder) from error
-        types = _definitions(self._kinds.values())
         for topic, kind in self._kinds.items():
             self._connections[topic] = self._bag.add_connection(topic, type_name(kind), typestore=types)
         sys.setswitchinterval(SWITCH_S)
@@ -110,10 +109,9 @@ class Recorder:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        until_ns = mono_ns() + round(CLOSE_S * 1e9)
         thread.join(CLOSE_S)
         sys.setswitchinterval(self._switch_s)
-        if thread.is_alive() and mono_ns() >= until_ns:
+        if thread.is_alive():
             self._warn(f"the recording {self.folder} is not finished after {CLOSE_S} s: its disk does not keep up")
 
     @property
