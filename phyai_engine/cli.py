@@ -269,8 +269,8 @@ class Placement(str, Enum):
 @app.command()
 def replay(
     bag: Annotated[Path, typer.Argument(metavar="BAG", help="A rosbag2 folder, a .mcap or a .db3 file.")],
-    robot: Annotated[str, typer.Option(metavar="ROBOT", help="Of the recording: a shipped name or a yaml.")],
-    model: Annotated[str, typer.Option(metavar="MODEL", help="A shipped name, a yaml, or a checkpoint folder.")],
+    robot: Annotated[str, typer.Option(metavar="ROBOT", help="Of the recording: a shipped name or a yaml.")] = "",
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A shipped name, a yaml, or a checkpoint folder.")] = "",
     engine: Annotated[Placement, typer.Option(help="Where inference runs.")] = Placement.PROCESS,
     mode: Annotated[Mode, typer.Option(help="step: equal chunks every time, with --latency-ms.")] = Mode.REAL_TIME,
     schedule: Annotated[Schedule, typer.Option(help="When the next inference starts.")] = Schedule.RTC,
@@ -299,6 +299,8 @@ def replay(
         from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
         from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
 
+        if not (robot and model):
+            raise ConfigError("a replay needs a robot and a model", do="Give --robot and --model.")
         settings = ReplaySettings(
             mode=mode.value,
             placement=engine.value,
