@@ -90,20 +90,21 @@ def doctor() -> None:
 
 @app.command()
 def report(
-    record: Annotated[Path, typer.Argument(metavar="RECORD.json", help="A record of a run.")],
+    record: Annotated[Path, typer.Argument(metavar="RUN", help="A record of a run, or a recording folder.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="OUT.html", help="Default: beside the record.")
     ] = None,
+    against: Annotated[Path | None, typer.Option(metavar="RUN", help="Another run to compare it with.")] = None,
 ) -> None:
     """Write the report of a recorded run as one HTML file."""
     with readable_errors():
-        from phyai_engine.replay import record as records  # noqa: PLC0415
+        from phyai_engine.replay.recorded_run import run_at  # noqa: PLC0415
         from phyai_engine.replay.report import write_report  # noqa: PLC0415 - plotly
 
         page = out or record.with_suffix(".html")
         if not page.parent.is_dir():
             raise ConfigError("no such folder", where=page.parent, do="Make it, or give another --out.")
-        write_report(records.load(record), page)
+        write_report(run_at(record), page, other=None if against is None else run_at(against))
     typer.echo(f"wrote {page}")
 
 
