@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import platform
 import time
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray
@@ -20,6 +17,7 @@ from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import Image, JointState
 
 from phyai_engine.config import RobotConfig
+from phyai_engine.host import host
 from phyai_engine.messages import image_to_rgb, stamp_ns
 from phyai_engine.replay.record import (
     Camera,
@@ -147,7 +145,7 @@ class Watch:
             placement="" if status is None else status.placement,
             schedule="" if status is None else status.schedule,
             started=self._started,
-            host=f"{_processor()}, {os.cpu_count()} cores",
+            host=host(),
             events=self.events,
             steps=self.steps,
             timings=self.timings,
@@ -216,13 +214,3 @@ class Watch:
         self._positions.update(zip(message.name, message.position, strict=False))
         if not self.joint_rows or self.now_s - self.joint_rows[-1][0] > 0.05:
             self.joint_rows.append((self.now_s, dict(self._positions)))
-
-
-def _processor() -> str:
-    """The processor's name as the kernel tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -25,7 +25,7 @@ _FORMS = "a rosbag2 folder, a .mcap or a .db3 file"
 
 
 class Topic(NamedTuple):
-    """One topic of a bag. ``kind`` is its message type, ``definition`` the type's text, empty where the bag has none."""
+    """One topic. ``kind`` is its message type, ``definition`` the text of that type, empty where the bag has none."""
 
     name: str
     kind: str
@@ -167,9 +167,8 @@ def _typestore(topic: Topic) -> Any:
             types = get_types_from_msg(topic.definition, topic.kind)
         store.register(types)
     except Exception as error:  # a text that cannot be parsed
-        raise BagError(
-            "the bag's definition of a message type cannot be used", got=_said(error), where=f"{topic.name}: {topic.kind}"
-        ) from error
+        text = "the bag's definition of a message type cannot be used"
+        raise BagError(text, got=_said(error), where=f"{topic.name}: {topic.kind}") from error
     return store
 
 
@@ -226,9 +225,9 @@ def _storage(file: Path) -> str:
     return suffix if suffix in (".mcap", ".db3") else ""
 
 
-def _in_order(file: Path) -> list[tuple[int, str]]:
+def _in_order(file: Path) -> list[tuple[str, int]]:
     """A recorder numbers its files: 10 comes after 9."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", file.name)]
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", file.name)]
 
 
 def _whole(path: Path, stack: ExitStack) -> _Source:

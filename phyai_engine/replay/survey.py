@@ -25,10 +25,10 @@ FaultKind = Literal[
     "future_stamp",  # stamped after it was received
     "skewed",  # no sample of another input near its stamps
     "undecodable",  # an encoding or a message that cannot be read
-    "clock",  # all stamps are on another clock than the bag
+    "clock",  # its stamps are on another clock than those of the other inputs
 ]
 
-STOPPING: frozenset[FaultKind] = frozenset({"gap", "backward_stamp", "looped"})
+STOPPING: frozenset[FaultKind] = frozenset({"gap", "looped"})
 """Faults after which a replay is not one run of a robot: its exit code is not 0, whatever the gate says."""
 
 
@@ -36,7 +36,7 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
     """One fault of one input.
 
     :param where: camera name, JointState topic, or ``all inputs``.
-    :param text: a sentence with figures. :param t_s: when it was first seen.
+    :param text: what it does, with figures; reads on from ``where``. :param t_s: when it was first seen.
     """
 
     where: str
@@ -59,8 +59,8 @@ class InputSurvey(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param name: camera name, or the topic as the robot file spells it. :param topic: in the bag.
     :param rate_hz: 1 / median period of the stamps. :param period: between stamps; ``interval`` between receipts.
     :param gaps: intervals longer than 0.25 s and 3 periods. :param longest_gap_s: at ``longest_gap_t_s`` (its begin).
-    :param lateness: receipt - stamp, as recorded. :param skew: distance of a stamp to the farthest of the nearest
-        stamps of the other inputs.
+    :param lateness: receipt - stamp, less ``Survey.clock_offset_s``. :param skew: distance of a stamp to the nearest of
+        each input that is not slower, the farthest of those.
     :param frozen: frames whose pixels equal the frame before; ``longest_frozen`` of them in a row.
     :param undecodable: messages that cannot be read. :param encodings: of images, with their sizes: ``rgb8 640x480``.
     """
