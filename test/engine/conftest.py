@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +21,18 @@ def one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def recordings() -> ModuleType:
+    """The module recordings.py, which writes recordings; loaded by path: test folders are not packages."""
+    path = Path(__file__).with_name("recordings.py")
+    spec = importlib.util.spec_from_file_location("recordings", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
