@@ -101,7 +101,7 @@ def report(
         from phyai_engine.replay.recorded_run import run_at  # noqa: PLC0415
         from phyai_engine.replay.report import write_report  # noqa: PLC0415 - plotly
 
-        page = out or record.with_suffix(".html")
+        page = out or (record.with_suffix(".html") if record.is_file() else record.with_name(f"{record.name}.html"))
         if not page.parent.is_dir():
             raise ConfigError("no such folder", where=page.parent, do="Make it, or give another --out.")
         write_report(run_at(record), page, other=None if against is None else run_at(against))

@@ -194,17 +194,24 @@ def open_recording(folder: Path) -> Recording:
     """
     run = load_run(folder)
     bag = Bag(folder)
+    try:
+        return Recording(folder, bag, run, _node(bag))
+    except BaseException:
+        bag.close()
+        raise
+
+
+def _node(bag: Bag) -> str:
     found = [topic.name for topic in bag.topics.values() if topic.kind == REQUEST_TYPE]
     if len(found) != 1:
-        bag.close()
         raise BagError(
             "not the recording of one policy node",
             got=f"{len(found)} topics of type {REQUEST_TYPE}",
             wanted="one, with requests in it",
-            where=folder,
+            where=bag.path,
             do="Record with the node's parameter `record` while it is active.",
         )
-    return Recording(folder, bag, run, found[0].removesuffix("/request"))
+    return found[0].removesuffix("/request")
 
 
 def is_recording(path: Path) -> bool:
