@@ -136,7 +136,8 @@ class _Heard:
         )
 
     def _image(self, camera: str, transport: str, t_s: float, message: Any) -> None:
-        stamp_s = (stamp_ns(message.header.stamp) - self._recording.bag.start_ns) * 1e-9
+        stamped_ns = stamp_ns(message.header.stamp)
+        stamp_s = (stamped_ns - self._recording.bag.start_ns) * 1e-9 if stamped_ns else math.nan
         self._arrivals[camera].append((t_s, stamp_s))
         kept = [frame.t_s for frame in self._frames if frame.camera == camera]
         if kept and t_s - kept[-1] < FRAME_EVERY_S:

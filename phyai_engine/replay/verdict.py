@@ -78,7 +78,7 @@ def _replayed(record: Record, run: dict[str, Any]) -> str:
     elif margin["misses"]:
         deadline = f"deadline missed at {margin['misses']} of {margin['n']} handoffs"
     else:
-        deadline = f"deadline kept at all {margin['n']} handoffs"
+        deadline = f"deadline kept at {margin['n']} of {margin['n']} handoffs"
     named = ", ".join(dict.fromkeys(map(fault_name, faults)))
     sensors = f"{len(faults)} sensor fault{'s' * (len(faults) > 1)}: {named}" if faults else "no sensor fault"
     return f"{record.bag}, {record.mode}: {deadline}; {sensors}"
@@ -134,4 +134,6 @@ def why_no_margins(record: Record) -> str:
         return why_no_handoffs(record)
     if not overlapped(record):
         return "No deadlines: with schedule sync the robot waits for each chunk, so none can be late."
+    if record.mode == "step":
+        return "No margins: in step mode the latency is stated, not measured."
     return "No handoff had a deadline: nothing played at the requests, or the clocks gave no durations."

@@ -48,7 +48,7 @@ class Script:
 
     :param lost: (camera, request) whose frame is not in the bag. :param unanswered: requests without an answer.
     :param epochs: of each request. :param changed: request -> added to its recorded actions.
-    :param refused: by code, in the last status. :param parameters: of the node.
+    :param unstamped: camera front has no stamps. :param refused: by code, in the last status. :param parameters: of the node.
     """
 
     requests: int = 6
@@ -57,6 +57,7 @@ class Script:
     unanswered: Collection[int] = ()
     epochs: Sequence[int] = ()
     changed: Mapping[int, float] = field(default_factory=dict)
+    unstamped: bool = False
     refused: Mapping[int, int] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"engine": "process", "schedule": "rtc"})
 
@@ -95,7 +96,7 @@ def _drive(bag: _Bag, policy: Policy, script: Script) -> None:
         now = T0_NS + k * EVERY_NS
         front, wrist = frame("front", k), bag.jpeg(frame("wrist", k))
         if ("front", k) not in script.lost:
-            bag.image("/arm/front/image", now, front)
+            bag.image("/arm/front/image", now, front, stamped=not script.unstamped)
         if ("wrist", k) not in script.lost:
             bag.compressed("/wrist/image/compressed", now + 1_000_000, wrist)
         state = np.array([0.1 * k, -0.05 * k])
@@ -109,7 +110,8 @@ def _drive(bag: _Bag, policy: Policy, script: Script) -> None:
             newest_ros_ns=now + 2_000_000,
             capture_mono_ns=0,
             snapshot_mono_ns=0,
-            image_stamps_ros_ns={"front": now, "wrist": now + 1_000_000},
+            # Without a stamp: when the node received it, a little after it was recorded.
+            image_stamps_ros_ns={"front": now + 5_200_000 * script.unstamped, "wrist": now + 1_000_000},
         )
         epoch = script.epochs[k] if script.epochs else 7
         request = Request(epoch, 11 + k, seen, committed, seed=40 + k, remaining_ms=160.0)
@@ -176,13 +178,15 @@ class _Bag:
     def header(self, ros_ns: int) -> Any:
         return self.types.types["std_msgs/msg/Header"](stamp=self.stamp(ros_ns), frame_id="")
 
-    def image(self, topic: str, stamp_ns: int, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def image(
+        self, topic: str, stamp_ns: int, pixels: np.ndarray[Any, np.dtype[np.uint8]], *, stamped: bool = True
+    ) -> None:
         height, width, _ = pixels.shape
         self.put(
             topic,
             stamp_ns + 5_000_000,
             "sensor_msgs/msg/Image",
-            header=self.header(stamp_ns),
+            header=self.header(stamp_ns * stamped),
             height=height,
             width=width,
             encoding="rgb8",

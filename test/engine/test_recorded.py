@@ -79,6 +79,13 @@ def test_a_frame_that_is_not_in_the_bag_is_named(recordings: ModuleType, tmp_pat
     assert [e.actions is None for e in found] == [False, False, False, True, False, False]
 
 
+def test_frames_without_stamps_are_found_by_their_receipt(recordings: ModuleType, tmp_path: Path) -> None:
+    folder = recordings.write_recording(tmp_path / "run", recordings.Script(unstamped=True))
+    for k, exchange in enumerate(exchanges(folder)):
+        np.testing.assert_array_equal(exchange.request.observation.images["front"], recordings.frame("front", k))
+    assert np.isnan(run_at(folder).cameras["front"].stamp_s).all()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

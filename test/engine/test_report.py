@@ -270,6 +270,7 @@ def test_verdict_without_invariants_claims_nothing() -> None:
         ({"timings": small().timings[5:]}, "none of the 2 answers was accepted"),
         ({"timings": small().timings[:1], "schedule": "sync"}, "the robot waits for each chunk"),
         ({"timings": small().timings[:1]}, "No handoff had a deadline"),
+        ({"timings": small().timings[:1], "mode": "step"}, "No margins: in step mode the latency is stated"),
         ({"timings": small().timings[1:2]}, "Deadline kept at 1 of 1 handoffs that had one"),
     ],
 )
@@ -327,10 +328,10 @@ def test_verdict_of_a_bag_names_its_sensor_faults_first() -> None:
         ({"survey": Survey()}, "walk_7, real-time: deadline missed at 1 of 4 handoffs; no sensor fault", False),
         (
             {"survey": Survey(), "timings": small().timings[1:2]},
-            "walk_7, real-time: deadline kept at all 1 handoffs; no sensor fault",
+            "walk_7, real-time: deadline kept at 1 of 1 handoffs; no sensor fault",
             True,
         ),
-        ({"timings": small().timings[1:2]}, "walk_7, real-time: deadline kept at all 1 handoffs; 1 sensor fault: front late", False),
+        ({"timings": small().timings[1:2]}, "walk_7, real-time: deadline kept at 1 of 1 handoffs; 1 sensor fault: front late", False),
         (
             {"survey": Survey(), "timings": (), "mode": "step"},
             "walk_7, step: no deadline was measured; no sensor fault",
@@ -429,7 +430,7 @@ def test_page_draws_the_chunk_under_each_frame(tmp_path: Path) -> None:
     page = _page(tmp_path, replayed())
     (plan,) = re.findall(r'<svg class="plan".*?</svg>', page)  # the frame at 9 s is near no control tick
     assert plan.count("<polyline") == 2
-    # lift runs from 0 to 7, the whole range, in the middle turn does not move; row 6 of 0..7 is played
+    # lift runs through its whole range in 8 rows, turn does not move; row 6 is played
     assert 'points="0,43 24,37' in plan
     assert 'd="M144 0V46"' in plan
     assert 'class="plan"' not in _page(tmp_path, small())
