@@ -12,12 +12,13 @@ import typer
 
 from phyai_engine import __version__
 from phyai_engine.errors import ConfigError, PhyaiError
+from phyai_engine.types import Schedule
 
 FAILED = 2
 """Exit code of a command that could not do its work; 1 is the answer "no" of one that could."""
 
 # Packages that an installation may do without, and the extra that brings them.
-EXTRAS = {"torch": "engine", "safetensors": "engine", "plotly": "report"}
+EXTRAS = {"torch": "engine", "safetensors": "engine", "plotly": "report", "rosbags": "replay"}
 
 app = typer.Typer(
     help="Drives robots with learned policies in real time.",
@@ -181,6 +182,72 @@ def inspect(
         from phyai_engine.inspection import inspect_command  # noqa: PLC0415
 
         code = inspect_command(folder, robot, write, as_json)
+    raise typer.Exit(code)
+
+
+class Mode(str, Enum):
+    """How a bag is replayed."""
+
+    REAL_TIME = "real-time"
+    FAST = "as-fast-as-possible"
+    STEP = "step"
+
+
+class Placement(str, Enum):
+    """Where the engine of a replay runs."""
+
+    PROCESS = "process"
+    THREAD = "thread"
+
+
+@app.command()
+def replay(
+    bag: Annotated[Path, typer.Argument(metavar="BAG", help="A rosbag2 folder, a .mcap or a .db3 file.")],
+    robot: Annotated[str, typer.Option(metavar="ROBOT", help="Of the recording: a shipped name or a yaml.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A shipped name, a yaml, or a checkpoint folder.")],
+    engine: Annotated[Placement, typer.Option(help="Where inference runs.")] = Placement.PROCESS,
+    mode: Annotated[Mode, typer.Option(help="step: equal chunks every time, with --latency-ms.")] = Mode.REAL_TIME,
+    schedule: Annotated[Schedule, typer.Option(help="When the next inference starts.")] = Schedule.RTC,
+    execution_horizon: Annotated[int, typer.Option(min=0, help="Steps of a chunk to execute; 0: half of it.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise; chunk k uses seed + k.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0: its library's default.")] = 0,
+    latency_ms: Annotated[float, typer.Option(min=0.0, help="Stated latency of mode step.")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Replay only so much; 0: all.")] = 0.0,
+    namespace: Annotated[str, typer.Option(help="Of the recorded robot's topics.")] = "",
+    instruction: Annotated[str, typer.Option(help="In place of the recorded one.")] = "",
+    accept_unstamped: Annotated[bool, typer.Option("--accept-unstamped", help="Take messages with stamp 0.")] = False,
+    idle_probes: Annotated[int, typer.Option(min=0, help="Inferences after the run, each after 2 s of rest.")] = 3,
+    gate: Annotated[str, typer.Option(help="Such as p99_margin_ms>=5,miss_rate<=1e-3.")] = "",
+    compare: Annotated[
+        Path | None, typer.Option(metavar="RECORD.json", help="Another run to show beside this one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: out/replay/ and the bag's name.")
+    ] = None,
+) -> None:
+    """Replay a rosbag2 recording to an engine, without a ROS graph, and say whether the policy keeps its deadline.
+
+    Exit code 0: replayed, 1: the gate does not hold, or the recording has a gap or is looped, 2: it cannot be replayed.
+    """
+    with readable_errors():
+        from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
+        from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
+
+        settings = ReplaySettings(
+            mode=mode.value,
+            placement=engine.value,
+            schedule=schedule,
+            execution_horizon=execution_horizon,
+            seed=seed,
+            threads=threads,
+            latency_ms=latency_ms,
+            seconds=seconds,
+            namespace=namespace,
+            instruction=instruction,
+            accept_unstamped=accept_unstamped,
+            probes=idle_probes,
+        )
+        code = replay_command(bag, robot, model, settings, gate_text=gate, out=out, compare=compare)
     raise typer.Exit(code)
 
 

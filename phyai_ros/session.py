@@ -6,14 +6,12 @@ leaves nothing behind and a hundred cycles leak nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from phyai_policy.msg import ChunkStatus, ChunkTiming
 from rclpy.clock import JumpThreshold, TimeJump
 from rclpy.duration import Duration
@@ -26,7 +24,7 @@ from phyai_engine.control.control_loop import ControlLoop, LoopSettings
 from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineRefusedError
-from phyai_engine.handoff import HandoffSettings
+from phyai_engine.handoff import HandoffSettings, assumed_delay_steps
 from phyai_engine.messages import stamp_ns
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
@@ -368,7 +366,7 @@ class Session:
             horizon=horizon,
             execution_steps=params.execution_horizon or max(1, horizon // 2),
             dt_s=robot.dt_s,
-            delay_init_steps=params.delay_init_steps or _warm_delay(hello, robot.dt_s),
+            delay_init_steps=params.delay_init_steps or assumed_delay_steps(hello.warm_up_ms, horizon, robot.dt_s),
             delay_window=params.delay_window,
         )
         player = Player(
@@ -419,9 +417,3 @@ class Session:
             "timing",
             chunk_timing(timing, self.robot.robot_id, to_stamp(self.now_ros_ns())),
         )
-
-
-def _warm_delay(hello: EngineHello, dt_s: float) -> int:
-    """Steps the median warm-up inference takes, and one more for what lies outside the model; at most half a chunk."""
-    steps = math.ceil(float(np.median(hello.warm_up_ms)) * 1e-3 / dt_s) + 1
-    return min(steps, hello.horizon // 2)

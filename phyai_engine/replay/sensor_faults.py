@@ -152,8 +152,8 @@ def _timeline(inputs: Sequence[Heard], start_ns: int) -> Iterator[Fault]:
     first = next(iter(falls.values()), np.array([], dtype=np.int64))
     loops = [at for at in first if all((np.abs(fall - at) < JUMP_WINDOW_NS).any() for fall in falls.values())]
     if loops:
-        text = f"go back in time together, {_times(len(loops))}"
-        yield Fault(ALL, "looped", f"{text}: a bag that was played in a loop, or a clock that was set", _t_s(int(loops[0]), start_ns))
+        text = f"go back in time together, {_times(len(loops))} (a bag played in a loop, a clock that was set)"
+        yield Fault(ALL, "looped", text, _t_s(int(loops[0]), start_ns))
     for one in inputs:
         back = one.steps_ns() < 0
         times = one.received_ns[one.stamped][1:][back]
@@ -223,7 +223,8 @@ def _late(inputs: Sequence[Heard], start_ns: int) -> Iterator[Fault]:
         if prompt[one.name] - among[best] > limit:
             slowest = float(np.percentile(one.lateness_s(), 99))
             text = f"arrives {_ms(prompt[one.name])} after its stamp (median; p99 {_ms(slowest)})"
-            yield Fault(one.name, "late", f"{text}, {best} after {_ms(among[best])}", _t_s(int(one.received_ns[0]), start_ns))
+            text += f", {best} after {_ms(among[best])}"
+            yield Fault(one.name, "late", text, _t_s(int(one.received_ns[0]), start_ns))
 
 
 def _skewed(inputs: Sequence[Heard], start_ns: int) -> Iterator[Fault]:
@@ -232,7 +233,8 @@ def _skewed(inputs: Sequence[Heard], start_ns: int) -> Iterator[Fault]:
         known = distances[np.isfinite(distances)]
         if known.size and (middle := float(np.median(known))) > one.tolerance_s:
             text = f"is stamped {_ms(middle)} from the nearest sample of another input (median)"
-            yield Fault(one.name, "skewed", f"{text}, more than its tolerance of {_ms(one.tolerance_s)}", _t_s(int(one.received_ns[0]), start_ns))
+            text += f", more than its tolerance of {_ms(one.tolerance_s)}"
+            yield Fault(one.name, "skewed", text, _t_s(int(one.received_ns[0]), start_ns))
 
 
 def _is_frozen(one: Heard, begin: int, end: int, motion: Motion) -> bool:

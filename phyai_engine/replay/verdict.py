@@ -31,16 +31,16 @@ def verdict(record: Record) -> list[str]:
 
 
 def passed(record: Record, run: dict[str, Any]) -> bool | None:
-    """Whether all that was judged is good: the invariants, and of a bag the deadline and the sensors; None: nothing was.
+    """Whether the run is good: by its invariants, a gate's conditions among them; a bag without any by its deadline and
+    its sensors. None: nothing was judged, or the gate holds in spite of a miss or a sensor fault.
 
     :param run: :func:`phyai_engine.replay.summary.summary` of the record.
     """
-    judged: list[bool | None] = [run["ok"]]
-    if record.bag:
-        margin = run["margins"]["m_ctrl_s"]
-        judged += [margin["misses"] == 0 if margin["n"] else None, not record.survey.faults]
-    known = [answer for answer in judged if answer is not None]
-    return all(known) if known else None
+    ok: bool | None = run["ok"]
+    if not record.bag or ok is False:
+        return ok
+    clean = not record.survey.faults and not run["margins"]["m_ctrl_s"]["misses"]
+    return True if clean else (False if ok is None else None)
 
 
 def fault_name(fault: Fault) -> str:
