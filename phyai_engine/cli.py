@@ -203,8 +203,11 @@ class Placement(str, Enum):
 @app.command()
 def replay(
     bag: Annotated[Path, typer.Argument(metavar="BAG", help="A rosbag2 folder, a .mcap or a .db3 file.")],
-    robot: Annotated[str, typer.Option(metavar="ROBOT", help="Of the recording: a shipped name or a yaml.")],
-    model: Annotated[str, typer.Option(metavar="MODEL", help="A shipped name, a yaml, or a checkpoint folder.")],
+    robot: Annotated[str, typer.Option(metavar="ROBOT", help="Of the bag: a shipped name or a yaml.")] = "",
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A shipped name, a yaml, or a checkpoint folder.")] = "",
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Of a policy node's recording: ask the engine its very requests again.")
+    ] = False,
     engine: Annotated[Placement, typer.Option(help="Where inference runs.")] = Placement.PROCESS,
     mode: Annotated[Mode, typer.Option(help="step: equal chunks every time, with --latency-ms.")] = Mode.REAL_TIME,
     schedule: Annotated[Schedule, typer.Option(help="When the next inference starts.")] = Schedule.RTC,
@@ -227,9 +230,18 @@ def replay(
 ) -> None:
     """Replay a rosbag2 recording to an engine, without a ROS graph, and say whether the policy keeps its deadline.
 
+    With --recorded: whether the engine gives the same actions again; robot and model are the recording's own, unless
+    another --model is named; the other options do not matter then.
+
     Exit code 0: replayed, 1: the gate does not hold, or the recording has a gap or is looped, 2: it cannot be replayed.
     """
     with readable_errors():
+        if recorded:
+            from phyai_engine.replay.recorded_replay import recorded_command  # noqa: PLC0415
+
+            raise typer.Exit(recorded_command(bag, model))
+        if not (robot and model):
+            raise ConfigError("a replay needs --robot and --model", got=f"{robot!r} and {model!r}")
         from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
         from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
 

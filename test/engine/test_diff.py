@@ -18,7 +18,7 @@ from phyai_engine.errors import BagError, ConfigError
 from phyai_engine.replay.diff import Diff, Side, compare, load_side
 from phyai_engine.replay.diff_table import headline
 from phyai_engine.replay.record import ChunkRow, Record, TimingRow
-from phyai_engine.replay.recorded_replay import Trace
+from phyai_engine.replay.recorded_replay import SolverTrace
 from phyai_engine.replay.recorded_run import run_at
 
 
@@ -79,9 +79,9 @@ def test_horizons_that_differ_are_compared_as_far_as_both_go() -> None:
 
 
 def test_velocities_by_hand() -> None:
-    def trace(velocity: list[float], moved: float) -> Trace:
+    def trace(velocity: list[float], moved: float) -> SolverTrace:
         steps = np.array([[[v, 0.0]] for v in velocity], np.float32)
-        return Trace(steps, np.array([[moved, 0.0]], np.float32))
+        return SolverTrace(steps, np.array([[moved, 0.0]], np.float32))
 
     a = side([[[0.0, 0.0]]], traces={(0, 0): trace([2.0, 4.0], -3.0)}, times=(1.0, 0.5))
     b = side([[[0.0, 0.0]]], traces={(0, 0): trace([2.0, 3.0], -2.5)}, times=(1.0, 0.5))

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from phyai_engine.cli import app
 from phyai_engine.config import config_dir, load_model
 from phyai_engine.errors import BagError, ConfigError
 from phyai_engine.replay.recorded import Exchange, Numbering, is_recording, open_recording
@@ -143,6 +145,7 @@ def test_the_same_engine_gives_the_same_bytes(plain: Path, capsys: pytest.Captur
     assert again.equal
     assert (again.requests, again.compared, again.same, again.failed) == (6, 6, 6, 0)
     assert again.hash_then == again.hash_now == run.chunk_hash
+    assert CliRunner().invoke(app, ["replay", str(plain), "--recorded"], catch_exceptions=False).exit_code == 0
     assert recorded_command(plain) == 0
     assert "The same: 6 of 6 chunks have the same actions, byte by byte." in capsys.readouterr().out
 
