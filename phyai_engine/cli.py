@@ -91,20 +91,21 @@ def doctor() -> None:
 
 @app.command()
 def report(
-    record: Annotated[Path, typer.Argument(metavar="RECORD.json", help="A record of a run.")],
+    record: Annotated[Path, typer.Argument(metavar="RUN", help="A record of a run, or a recording folder.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="OUT.html", help="Default: beside the record.")
     ] = None,
+    against: Annotated[Path | None, typer.Option(metavar="RUN", help="Another run to compare it with.")] = None,
 ) -> None:
     """Write the report of a recorded run as one HTML file."""
     with readable_errors():
-        from phyai_engine.replay import record as records  # noqa: PLC0415
+        from phyai_engine.replay.recorded_run import run_at  # noqa: PLC0415
         from phyai_engine.replay.report import write_report  # noqa: PLC0415 - plotly
 
-        page = out or record.with_suffix(".html")
+        page = out or (record.with_suffix(".html") if record.is_file() else record.with_name(f"{record.name}.html"))
         if not page.parent.is_dir():
             raise ConfigError("no such folder", where=page.parent, do="Make it, or give another --out.")
-        write_report(records.load(record), page)
+        write_report(run_at(record), page, other=None if against is None else run_at(against))
     typer.echo(f"wrote {page}")
 
 
@@ -184,6 +185,84 @@ def inspect(
     raise typer.Exit(code)
 
 
+class Mode(str, Enum):
+    """How a bag is replayed."""
+
+    REAL_TIME = "real-time"
+    FAST = "as-fast-as-possible"
+    STEP = "step"
+
+
+class Placement(str, Enum):
+    """Where the engine of a replay runs."""
+
+    PROCESS = "process"
+    THREAD = "thread"
+
+
+@app.command()
+def replay(
+    bag: Annotated[Path, typer.Argument(metavar="BAG", help="A rosbag2 folder, a .mcap or a .db3 file.")],
+    robot: Annotated[str, typer.Option(metavar="ROBOT", help="Of the bag: a shipped name or a yaml.")] = "",
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A shipped name, a yaml, or a checkpoint folder.")] = "",
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Of a policy node's recording: ask the engine its very requests again.")
+    ] = False,
+    engine: Annotated[Placement, typer.Option(help="Where inference runs.")] = Placement.PROCESS,
+    mode: Annotated[Mode, typer.Option(help="step: equal chunks every time, with --latency-ms.")] = Mode.REAL_TIME,
+    schedule: Annotated[Schedule, typer.Option(help="When the next inference starts.")] = Schedule.RTC,
+    execution_horizon: Annotated[int, typer.Option(min=0, help="Steps of a chunk to execute; 0: half of it.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise; chunk k uses seed + k.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0: its library's default.")] = 0,
+    latency_ms: Annotated[float, typer.Option(min=0.0, help="Stated latency of mode step.")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Replay only so much; 0: all.")] = 0.0,
+    namespace: Annotated[str, typer.Option(help="Of the recorded robot's topics.")] = "",
+    instruction: Annotated[str, typer.Option(help="In place of the recorded one.")] = "",
+    accept_unstamped: Annotated[bool, typer.Option("--accept-unstamped", help="Take messages with stamp 0.")] = False,
+    idle_probes: Annotated[int, typer.Option(min=0, help="Inferences after the run, each after 2 s of rest.")] = 3,
+    gate: Annotated[str, typer.Option(help="Such as p99_margin_ms>=5,miss_rate<=1e-3.")] = "",
+    compare: Annotated[
+        Path | None, typer.Option(metavar="RECORD.json", help="Another run to show beside this one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: out/replay/ and the bag's name.")
+    ] = None,
+) -> None:
+    """Replay a rosbag2 recording to an engine, without a ROS graph, and say whether the policy keeps its deadline.
+
+    With --recorded: whether the engine gives the same actions again; robot and model are the recording's own, unless
+    another --model is named; the other options do not matter then.
+
+    Exit code 0: replayed, 1: the gate does not hold, or the recording has a gap or is looped, 2: it cannot be replayed.
+    """
+    with readable_errors():
+        if recorded:
+            from phyai_engine.replay.recorded_replay import recorded_command  # noqa: PLC0415
+
+            raise typer.Exit(recorded_command(bag, model))
+        if not (robot and model):
+            raise ConfigError("a replay needs --robot and --model", got=f"{robot!r} and {model!r}")
+        from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
+        from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
+
+        settings = ReplaySettings(
+            mode=mode.value,
+            placement=engine.value,
+            schedule=schedule,
+            execution_horizon=execution_horizon,
+            seed=seed,
+            threads=threads,
+            latency_ms=latency_ms,
+            seconds=seconds,
+            namespace=namespace,
+            instruction=instruction,
+            accept_unstamped=accept_unstamped,
+            probes=idle_probes,
+        )
+        code = replay_command(bag, robot, model, settings, gate_text=gate, out=out, compare=compare)
+    raise typer.Exit(code)
+
+
 @app.command()
 def diff(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A recording folder, or the record of a replay.")],
@@ -248,74 +327,6 @@ def sweep(
             success=success,
             out=out,
         )
-    raise typer.Exit(code)
-
-
-class Mode(str, Enum):
-    """How a bag is replayed."""
-
-    REAL_TIME = "real-time"
-    FAST = "as-fast-as-possible"
-    STEP = "step"
-
-
-class Placement(str, Enum):
-    """Where the engine of a replay runs."""
-
-    PROCESS = "process"
-    THREAD = "thread"
-
-
-@app.command()
-def replay(
-    bag: Annotated[Path, typer.Argument(metavar="BAG", help="A rosbag2 folder, a .mcap or a .db3 file.")],
-    robot: Annotated[str, typer.Option(metavar="ROBOT", help="Of the recording: a shipped name or a yaml.")] = "",
-    model: Annotated[str, typer.Option(metavar="MODEL", help="A shipped name, a yaml, or a checkpoint folder.")] = "",
-    engine: Annotated[Placement, typer.Option(help="Where inference runs.")] = Placement.PROCESS,
-    mode: Annotated[Mode, typer.Option(help="step: equal chunks every time, with --latency-ms.")] = Mode.REAL_TIME,
-    schedule: Annotated[Schedule, typer.Option(help="When the next inference starts.")] = Schedule.RTC,
-    execution_horizon: Annotated[int, typer.Option(min=0, help="Steps of a chunk to execute; 0: half of it.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise; chunk k uses seed + k.")] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0: its library's default.")] = 0,
-    latency_ms: Annotated[float, typer.Option(min=0.0, help="Stated latency of mode step.")] = 0.0,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Replay only so much; 0: all.")] = 0.0,
-    namespace: Annotated[str, typer.Option(help="Of the recorded robot's topics.")] = "",
-    instruction: Annotated[str, typer.Option(help="In place of the recorded one.")] = "",
-    accept_unstamped: Annotated[bool, typer.Option("--accept-unstamped", help="Take messages with stamp 0.")] = False,
-    idle_probes: Annotated[int, typer.Option(min=0, help="Inferences after the run, each after 2 s of rest.")] = 3,
-    gate: Annotated[str, typer.Option(help="Such as p99_margin_ms>=5,miss_rate<=1e-3.")] = "",
-    compare: Annotated[
-        Path | None, typer.Option(metavar="RECORD.json", help="Another run to show beside this one.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: out/replay/ and the bag's name.")
-    ] = None,
-) -> None:
-    """Replay a rosbag2 recording to an engine, without a ROS graph, and say whether the policy keeps its deadline.
-
-    Exit code 0: replayed, 1: the gate does not hold, or the recording has a gap or is looped, 2: it cannot be replayed.
-    """
-    with readable_errors():
-        from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
-        from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
-
-        if not (robot and model):
-            raise ConfigError("a replay needs a robot and a model", do="Give --robot and --model.")
-        settings = ReplaySettings(
-            mode=mode.value,
-            placement=engine.value,
-            schedule=schedule,
-            execution_horizon=execution_horizon,
-            seed=seed,
-            threads=threads,
-            latency_ms=latency_ms,
-            seconds=seconds,
-            namespace=namespace,
-            instruction=instruction,
-            accept_unstamped=accept_unstamped,
-            probes=idle_probes,
-        )
-        code = replay_command(bag, robot, model, settings, gate_text=gate, out=out, compare=compare)
     raise typer.Exit(code)
 
 

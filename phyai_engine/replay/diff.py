@@ -23,7 +23,7 @@ from phyai_engine.errors import BagError, ConfigError
 from phyai_engine.replay import record as records
 from phyai_engine.replay.record import ChunkRow, Record, chunk_hash
 from phyai_engine.replay.recorded import Number, Numbering, Recording, is_recording, open_recording
-from phyai_engine.replay.recorded_replay import Trace, TracedPolicy, answered_again
+from phyai_engine.replay.recorded_replay import SolverTrace, TracedPolicy, answered_again
 from phyai_engine.replay.recorded_run import record_of
 from phyai_engine.replay.summary import MARGINS, STAGES, summary
 from phyai_engine.types import F64
@@ -47,7 +47,7 @@ class Side:
     record: Record
     answers: dict[Number, F64] = field(default_factory=dict)
     inputs: dict[Number, bytes] = field(default_factory=dict)
-    traces: dict[Number, Trace] = field(default_factory=dict)
+    traces: dict[Number, SolverTrace] = field(default_factory=dict)
     times: tuple[float, ...] = ()
     again_s: list[float] = field(default_factory=list)
     failed: int = 0
@@ -265,7 +265,7 @@ def _joints(a: Side, b: Side, pairs: Sequence[Number], rows: int, names: Sequenc
     return found
 
 
-def _steps(times: Sequence[float], traced: Sequence[tuple[Trace, Trace]]) -> list[StepDiff]:
+def _steps(times: Sequence[float], traced: Sequence[tuple[SolverTrace, SolverTrace]]) -> list[StepDiff]:
     return [
         StepDiff(
             step=step, t=t, velocity=Spread.of([_relative(x.velocity[step], y.velocity[step]) for x, y in traced])

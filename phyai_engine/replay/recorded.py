@@ -6,6 +6,7 @@ topics by the stamps that EngineRequest.msg names, so that they are stored once.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ from phyai_engine.robot_check import check_robot
 from phyai_engine.types import F64, U8, Committed, Observation, Request
 
 REQUEST_TYPE = "phyai_policy/msg/EngineRequest"
+
+RECEIPT_NS = 10_000_000
+"""From the recording of a frame to its receipt by the node, at most."""
 
 Number = tuple[int, int]
 """(epoch, chunk), both counted from the first of a run: the same in a run that did the same at another time."""
@@ -177,10 +181,11 @@ class Recording:
                 yield entry
 
         topics = self.camera_topics()
+        wanted = {camera.name: sorted(stamp for name, stamp in uses if name == camera.name) for camera in topics.values()}
         for topic, received_ns, message in self.messages(topics):
             yield from ready(received_ns - 1)
             camera = topics[topic]
-            key = camera.name, stamp_ns(message.header.stamp) or received_ns
+            key = camera.name, stamp_ns(message.header.stamp) or _receipt(received_ns, wanted[camera.name])
             if uses[key] > 0:
                 held[key] = (compressed_to_rgb if camera.transport == "compressed" else image_to_rgb)(message)
         yield from ready(float("inf"))
@@ -194,22 +199,35 @@ def open_recording(folder: Path) -> Recording:
     """
     run = load_run(folder)
     bag = Bag(folder)
+    try:
+        return Recording(folder, bag, run, _node(bag))
+    except BaseException:
+        bag.close()
+        raise
+
+
+def _node(bag: Bag) -> str:
     found = [topic.name for topic in bag.topics.values() if topic.kind == REQUEST_TYPE]
     if len(found) != 1:
-        bag.close()
         raise BagError(
             "not the recording of one policy node",
             got=f"{len(found)} topics of type {REQUEST_TYPE}",
             wanted="one, with requests in it",
-            where=folder,
+            where=bag.path,
             do="Record with the node's parameter `record` while it is active.",
         )
-    return Recording(folder, bag, run, found[0].removesuffix("/request"))
+    return found[0].removesuffix("/request")
 
 
 def is_recording(path: Path) -> bool:
     """True for a folder with a run.json."""
     return (path / NAME).is_file()
+
+
+def _receipt(received_ns: int, wanted: Sequence[int]) -> int:
+    """The wanted stamp of a frame that had none: the node read its clock a little after the frame was recorded."""
+    after = bisect.bisect_left(wanted, received_ns)
+    return wanted[after] if after < len(wanted) and wanted[after] - received_ns < RECEIPT_NS else 0
 
 
 def _parsed(text: str, what: str, where: Path) -> Any:

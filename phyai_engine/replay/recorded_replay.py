@@ -28,7 +28,7 @@ from phyai_engine.weights.checkpoint import model_from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trace:
+class SolverTrace:
     """What the solver did, in the model's normalised space; columns of the robot's actions only.
 
     :param velocity: [N, H, A]: of each step, after guidance. :param displacement: [H, A]: action minus noise.
@@ -47,7 +47,7 @@ class Again:
     """
 
     actions: F64 | None
-    trace: Trace | None
+    trace: SolverTrace | None
     inference_s: float
     error: str = ""
 
@@ -89,10 +89,10 @@ class TracedPolicy:
     def _own(self, batch: Any) -> F32:
         return np.array(self._model.to_host(batch), dtype=np.float32)[0, :, : self._columns]
 
-    def _trace(self) -> Trace:
+    def _trace(self) -> SolverTrace:
         noise, (x, velocity) = self._steps[0][0], self._steps[-1]
         last = x - velocity / np.float32(len(self.times))
-        return Trace(np.stack([v for _, v in self._steps]), last - noise)
+        return SolverTrace(np.stack([v for _, v in self._steps]), last - noise)
 
 
 @dataclass(slots=True)

@@ -6,19 +6,44 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from phyai_engine.errors import ImageError
+from phyai_engine.errors import BagError, ImageError
 from phyai_engine.messages import compressed_to_rgb, image_to_rgb, stamp_ns
 from phyai_engine.policy import MODELS, weights_note
 from phyai_engine.replay.examine import examine
-from phyai_engine.replay.record import Camera, ChunkRow, Event, FrameRow, Joints, Record, StepRow, TimingRow, chunk_hash
-from phyai_engine.replay.recorded import Recording
+from phyai_engine.replay.record import (
+    Camera,
+    ChunkRow,
+    Event,
+    FrameRow,
+    Joints,
+    Record,
+    StepRow,
+    TimingRow,
+    chunk_hash,
+    load,
+)
+from phyai_engine.replay.recorded import Recording, is_recording, open_recording
 from phyai_engine.replay.rows import frame_row, step_row, timing_row
+from phyai_engine.replay.survey import Survey
+from phyai_engine.replay.topic_map import map_topics
 from phyai_engine.types import AbortCause, Refusal
 
 FRAME_EVERY_S = 1.5
 JOINTS_EVERY_S = 0.05
+
+
+def run_at(path: Path) -> Record:
+    """The record of a run: of a recording folder, or as a file holds it.
+
+    :raises PhyaiError: it cannot be read.
+    """
+    if not is_recording(path):
+        return load(path)
+    with open_recording(path) as recording:
+        return record_of(recording)
 
 
 def record_of(recording: Recording) -> Record:
@@ -31,6 +56,15 @@ def record_of(recording: Recording) -> Record:
     for topic, received_ns, message in recording.messages(topics):
         topics[topic]((received_ns - recording.bag.start_ns) * 1e-9, message)
     return heard.record()
+
+
+def _survey(recording: Recording) -> Survey:
+    """What the sensors did; where the bag does not hold every input, as a cut one, only the reason."""
+    try:
+        topics = map_topics(recording.robot, recording.bag, recording.namespace)
+        return examine(recording.bag, topics, recording.robot).survey
+    except BagError as error:
+        return Survey(warnings=[*recording.warnings, str(error)])
 
 
 class _Heard:
@@ -96,13 +130,14 @@ class _Heard:
             frames=self._frames,
             refusals=refused,
             bag=recording.folder.name,
-            survey=examine(recording.bag, self._robot),
+            survey=_survey(recording),
             chunks=self._chunks,
             chunk_hash=chunk_hash(self._chunks),
         )
 
     def _image(self, camera: str, transport: str, t_s: float, message: Any) -> None:
-        stamp_s = (stamp_ns(message.header.stamp) - self._recording.bag.start_ns) * 1e-9
+        stamped_ns = stamp_ns(message.header.stamp)
+        stamp_s = (stamped_ns - self._recording.bag.start_ns) * 1e-9 if stamped_ns else math.nan
         self._arrivals[camera].append((t_s, stamp_s))
         kept = [frame.t_s for frame in self._frames if frame.camera == camera]
         if kept and t_s - kept[-1] < FRAME_EVERY_S:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phyai_engine.errors import ConfigError, RefusalError
-from phyai_engine.handoff import Accepted, Handoff, HandoffSettings
+from phyai_engine.errors import ConfigError
+from phyai_engine.handoff import Handoff, HandoffSettings
 from phyai_engine.replay.record import Record
 from phyai_engine.replay.summary import handoffs
 from phyai_engine.types import F64, Chunk, Schedule, StageTimings
@@ -70,8 +70,8 @@ class Latencies:
 class Simulated:
     """One simulated run.
 
-    :param margin_s: M_ctrl of each handoff that had a deadline, -inf where its chunk came after every row of it.
-    :param ticks: control ticks; ``played`` those with an action. :param requests: all, also those in vain.
+    :param margin_s: M_ctrl of each handoff that had a deadline.
+    :param ticks: control ticks; ``played`` those with an action. :param requests: one per recorded latency.
     :param age_s: of the observation behind an action, at the last action of each chunk.
     :param busy: share of the time in which the engine computes, NaN if inference was not measured.
     """
@@ -154,21 +154,11 @@ class _Run:
         assert flight is not None  # the caller looked
         chunk = Chunk(epoch=1, chunk_id=flight.chunk_id, actions=self._rows, timings=StageTimings())
         timed = flight.remaining_steps > 0 and self._settings.schedule is not Schedule.SYNC
-        try:
-            after, facts = self._handoff.accept(chunk, self._arrival_ns)
-        except RefusalError:  # all of its rows are past: the deadline is missed for good
-            self._handoff = self._handoff.drop(flight.chunk_id)
-            if timed:
-                self._margins.append(-math.inf)
-            return
-        if timed:
-            self._margins.append(_margin(facts, conditioned=flight.committed is not None))
+        # Never refused: fewer than H rows are left at a request, so not all of the new chunk's can be past.
+        after, facts = self._handoff.accept(chunk, self._arrival_ns)
+        if timed:  # M_ctrl as the control loop has it: the binding one of the two deadlines
+            self._margins.append(facts.m_exhaust_s if flight.committed is None else facts.m_cond_s)
         if not math.isnan(self._observed_s):
             self._ages.append(now_ns / _NS - self._observed_s)
         self._observed_s = flight.snapshot_mono_ns / _NS - float(self._latencies.observe_s[index])
         self._handoff = after
-
-
-def _margin(facts: Accepted, *, conditioned: bool) -> float:
-    """M_ctrl as the control loop has it: the binding one of the two deadlines."""
-    return facts.m_cond_s if conditioned else facts.m_exhaust_s

@@ -25,7 +25,7 @@ from phyai_engine.replay.record import Record
 from phyai_engine.replay.simulate import Latencies, Simulated, simulate
 from phyai_engine.replay.verdict import ms, number, percent
 from phyai_engine.timing import miss_upper95
-from phyai_engine.types import Schedule
+from phyai_engine.types import F64, Schedule
 
 Keeps = Literal["yes", "unproven", "no", "no deadline"]
 VERSION = 1
@@ -184,10 +184,10 @@ def _row(
         misses=run.misses,
         miss_upper95=miss_upper95(run.misses, n),
         keeps=_keeps(run, grid.eps, record.schedule),
-        margin_p50_s=_order_statistic(run, 0.5),
-        margin_p01_s=_order_statistic(run, 0.01),
+        margin_p50_s=_percentile(run.margin_s, 50),
+        margin_p01_s=_percentile(run.margin_s, 1),
         played_fraction=run.played_fraction,
-        age_p95_s=float(np.percentile(run.age_s, 95)) if len(run.age_s) else None,
+        age_p95_s=_percentile(run.age_s, 95),
         busy=None if math.isnan(run.busy) else run.busy,
         machine=None if machine is None else machine.name,
         robots=robots,
@@ -207,12 +207,8 @@ def _keeps(run: Simulated, eps: float, schedule: str) -> Keeps:
     return "yes" if miss_upper95(run.misses, n) <= eps else "unproven"
 
 
-def _order_statistic(run: Simulated, quantile: float) -> float | None:
-    """The margin that ``quantile`` of them do not exceed; one of those measured, as a lost chunk is at -inf."""
-    if not len(run.margin_s):
-        return None
-    value = float(np.sort(run.margin_s)[max(0, math.ceil(quantile * len(run.margin_s)) - 1)])
-    return value if math.isfinite(value) else None
+def _percentile(values: F64, share: float) -> float | None:
+    return float(np.percentile(values, share)) if len(values) else None
 
 
 def _order(row: SweepRow) -> tuple[bool, int, float, float, float]:

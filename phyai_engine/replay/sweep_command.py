@@ -8,10 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from phyai_engine.errors import ConfigError
-from phyai_engine.replay import record as records
 from phyai_engine.replay.prices import load_prices, load_success
-from phyai_engine.replay.recorded import is_recording, open_recording
-from phyai_engine.replay.recorded_run import record_of
+from phyai_engine.replay.recorded_run import run_at
 from phyai_engine.replay.sweep import Candidate, Grid, show, sweep
 
 
@@ -77,11 +75,7 @@ def candidate(run: str, horizon: int | None) -> Candidate:
     name, separator, named = run.partition("=")
     separator = "" if Path(run).exists() else separator  # a path may hold one
     path = Path(named if separator else run)
-    if is_recording(path):
-        with open_recording(path) as recording:
-            record = record_of(recording)
-    else:
-        record = records.load(path)
+    record = run_at(path)
     rows = len(record.chunks[0].actions) if record.chunks else horizon
     if not rows:
         raise ConfigError("the run does not say its horizon", where=path, do="Give --horizon.")

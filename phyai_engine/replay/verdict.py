@@ -31,16 +31,16 @@ def verdict(record: Record) -> list[str]:
 
 
 def passed(record: Record, run: dict[str, Any]) -> bool | None:
-    """Whether all that was judged is good: the invariants, and of a bag the deadline and the sensors; None: nothing was.
+    """Whether the run is good: by its invariants, a gate's conditions among them; a bag without any by its deadline and
+    its sensors. None: nothing was judged, or the gate holds in spite of a miss or a sensor fault.
 
     :param run: :func:`phyai_engine.replay.summary.summary` of the record.
     """
-    judged: list[bool | None] = [run["ok"]]
-    if record.bag:
-        margin = run["margins"]["m_ctrl_s"]
-        judged += [margin["misses"] == 0 if margin["n"] else None, not record.survey.faults]
-    known = [answer for answer in judged if answer is not None]
-    return all(known) if known else None
+    ok: bool | None = run["ok"]
+    if not record.bag or ok is False:
+        return ok
+    clean = not record.survey.faults and not run["margins"]["m_ctrl_s"]["misses"]
+    return True if clean else (False if ok is None else None)
 
 
 def fault_name(fault: Fault) -> str:
@@ -78,7 +78,7 @@ def _replayed(record: Record, run: dict[str, Any]) -> str:
     elif margin["misses"]:
         deadline = f"deadline missed at {margin['misses']} of {margin['n']} handoffs"
     else:
-        deadline = f"deadline kept at all {margin['n']} handoffs"
+        deadline = f"deadline kept at {margin['n']} of {margin['n']} handoffs"
     named = ", ".join(dict.fromkeys(map(fault_name, faults)))
     sensors = f"{len(faults)} sensor fault{'s' * (len(faults) > 1)}: {named}" if faults else "no sensor fault"
     return f"{record.bag}, {record.mode}: {deadline}; {sensors}"
@@ -134,4 +134,6 @@ def why_no_margins(record: Record) -> str:
         return why_no_handoffs(record)
     if not overlapped(record):
         return "No deadlines: with schedule sync the robot waits for each chunk, so none can be late."
+    if record.mode == "step":
+        return "No margins: in step mode the latency is stated, not measured."
     return "No handoff had a deadline: nothing played at the requests, or the clocks gave no durations."

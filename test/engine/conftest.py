@@ -24,6 +24,18 @@ def one_torch_thread() -> None:
 
 
 @pytest.fixture(scope="session")
+def recordings() -> ModuleType:
+    """The module recordings.py, which writes recordings; loaded by path: test folders are not packages."""
+    path = Path(__file__).with_name("recordings.py")
+    spec = importlib.util.spec_from_file_location("recordings", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def make_robot() -> Callable[..., RobotConfig]:
     """Makes checked robots of equal joints j0, j1, ...; the last one of a velocity or delta robot is absolute."""
 
