@@ -104,6 +104,13 @@ def step_by_step(bag: Path, model: str) -> list[Row]:
     ]
 
 
+def recorded_again(bag: Path) -> list[Row]:
+    """Must-show: the recorded requests give the recorded actions again, with the same engine and seeds."""
+    command = [sys.executable, "-c", "from phyai_engine.cli import main; main()", "replay", str(bag), "--recorded"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [("recorded requests asked again", ran.stdout.strip().splitlines()[-1], ran.returncode == 0)]
+
+
 def planted(model: str) -> list[Row]:
     """Must-show: every planted fault is named in the first line, and no other."""
     rows: list[Row] = []
@@ -139,7 +146,7 @@ def main() -> int:
     (OUT / "bags").mkdir(parents=True)
     model = fake_model(latency_ms=LATENCY_MS, horizon=32)
     bag = record("clean", chosen.seconds, model, {})
-    rows = [*by_the_node(bag, model), *step_by_step(bag, model), *planted(model), *gates(bag, model)]
+    rows = [*by_the_node(bag, model), *step_by_step(bag, model), *recorded_again(bag), *planted(model), *gates(bag, model)]
     return conclude(f"replay of a {chosen.seconds:.0f} s bag, model of {LATENCY_MS:.0f} ms", rows, log=chosen.log)
 
 
