@@ -108,7 +108,8 @@ def recorded_again(bag: Path) -> list[Row]:
     """Must-show: the recorded requests give the recorded actions again, with the same engine and seeds."""
     command = [sys.executable, "-c", "from phyai_engine.cli import main; main()", "replay", str(bag), "--recorded"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [("recorded requests asked again", ran.stdout.strip().splitlines()[-1], ran.returncode == 0)]
+    said = next((line for line in ran.stdout.splitlines() if "chunks have the same actions" in line), ran.stderr[-200:])
+    return [("recorded requests asked again", said, ran.returncode == 0)]
 
 
 def planted(model: str) -> list[Row]:
