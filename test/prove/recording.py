@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ class Observer(Node):
 def jitter_ms(stamps: list[tuple[int, int]]) -> np.ndarray:
     """[n] |period - dt| of consecutive ticks."""
     settled = stamps[SETTLED_TICKS:]
-    periods = [(b - a) * 1e-9 for (i, a), (j, b) in zip(settled, settled[1:], strict=False) if j == i + 1]
+    periods = [(b - a) * 1e-9 for (i, a), (j, b) in pairwise(settled) if j == i + 1]
     return np.abs(np.array(periods) - DT_S) * 1e3
 
 

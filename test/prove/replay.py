@@ -76,7 +76,8 @@ def by_the_node(bag: Path, model: str) -> list[Row]:
     run = records.load(out / "record.json")
     figures = summary(run)
     margin, actions = figures["margins"]["m_ctrl_s"], figures["ticks"]["action"]
-    page = subprocess.run([sys.executable, str(BROWSER), str(out / "report.html")], capture_output=True, text=True)
+    browse = [sys.executable, str(BROWSER), str(out / "report.html")]
+    page = subprocess.run(browse, capture_output=True, text=True, check=False)
     told = next(event.text for event in run.events if "messages played" in event.text)
     return [
         ("node, real-time: exit code; bag s", f"{code}; {run.survey.duration_s:.1f}", code == 0),
@@ -147,7 +148,13 @@ def main() -> int:
     (OUT / "bags").mkdir(parents=True)
     model = fake_model(latency_ms=LATENCY_MS, horizon=32)
     bag = record("clean", chosen.seconds, model, {})
-    rows = [*by_the_node(bag, model), *step_by_step(bag, model), *recorded_again(bag), *planted(model), *gates(bag, model)]
+    rows = [
+        *by_the_node(bag, model),
+        *step_by_step(bag, model),
+        *recorded_again(bag),
+        *planted(model),
+        *gates(bag, model),
+    ]
     return conclude(f"replay of a {chosen.seconds:.0f} s bag, model of {LATENCY_MS:.0f} ms", rows, log=chosen.log)
 
 

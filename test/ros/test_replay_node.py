@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,13 @@ def write_bag(folder: Path, seconds: float, *, wrist: bool = True) -> Path:
     for topic, kind in {**kinds, "/some_node/instruction": String}.items():
         recorder.add(topic, kind)
     recorder.start(RunFile(robot="", model="", model_name=""))
-    recorder.put("/some_node/instruction", serialize_message(String(data="wipe the table")))
+    recorder.put("/some_node/instruction", partial(serialize_message, String(data="wipe the table")))
     for i in range(round(seconds * 100)):
         now[0] = START_NS + i * 10_000_000
-        recorder.put("/joint_states", serialize_message(joints(now[0] - 1_000_000)))
+        recorder.put("/joint_states", partial(serialize_message, joints(now[0] - 1_000_000)))
         for topic in kinds:
             if i % 5 == 0 and topic.endswith("image_raw"):
-                recorder.put(topic, serialize_message(image(now[0] - 5_000_000, i)))
+                recorder.put(topic, partial(serialize_message, image(now[0] - 5_000_000, i)))
     recorder.close()
     (folder / "run.json").unlink()
     return folder
