@@ -299,7 +299,11 @@ def test_types_without_a_definition_are_jazzy_s_or_refused() -> None:
 def test_topics_are_found_with_and_without_a_namespace(bags: ModuleType, bag_robot: Make, tmp_path: Path) -> None:
     with Bag(bags.write_bag(tmp_path / "bag")) as bag:
         found = map_topics(bag_robot(), bag)
-        assert found.inputs == {"/front/image_raw": "front", "/wrist/image_raw": "wrist", "/joint_states": "joint_states"}
+        assert list(found.inputs.items()) == [
+            ("/front/image_raw", "front"),
+            ("/wrist/image_raw", "wrist"),
+            ("/joint_states", "joint_states"),
+        ]
         assert found.instruction == "/policy_node/instruction"
     moved = {"front": "/arm/front/image_raw", "wrist": "/arm/wrist/image_raw"}
     with Bag(bags.write_bag(tmp_path / "moved", bags.Script(topics=moved, instruction=""))) as bag:
@@ -309,7 +313,7 @@ def test_topics_are_found_with_and_without_a_namespace(bags: ModuleType, bag_rob
         assert "/front/image_raw (camera 'front') is missing; did you mean /arm/front/image_raw" in text
         assert "/wrist/image_raw (camera 'wrist') is missing; did you mean /arm/wrist/image_raw" in text
         assert "/joint_states" not in text.partition("The bag holds")[0]
-        with pytest.raises(BagError, match=r"/arm/joint_states \(joints j0...\) is missing; did you mean /joint_states"):
+        with pytest.raises(BagError, match=r"/arm/joint_states \(joints j0\.\.\.\) is missing; did you mean"):
             map_topics(bag_robot(), bag, "arm")
 
 
