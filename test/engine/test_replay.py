@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +19,13 @@ from typer.testing import CliRunner
 
 from phyai_engine.cli import app
 from phyai_engine.config import ModelConfig, RobotConfig
-from phyai_engine.errors import BagError, EngineDiedError, EngineError
+from phyai_engine.errors import EngineError
 from phyai_engine.replay.clock import RealClock, VirtualClock
 from phyai_engine.replay.engine_link import HeldLink
 from phyai_engine.replay.engine_replay import ReplaySettings, replay
 from phyai_engine.replay.record import Record, chunk_hash, load
-from phyai_engine.types import Schedule
+from phyai_engine.serve.client import Answered
+from phyai_engine.types import Chunk, Schedule, StageTimings
 
 Make = Callable[..., RobotConfig]
 FAKE: dict[str, Any] = {
@@ -125,8 +127,6 @@ def test_as_fast_as_possible_measures_latency_without_waiting(run: Callable[...,
 
 
 def test_real_time_takes_as_long_as_the_bag(run: Callable[..., Record]) -> None:
-    import time
-
     began = time.monotonic()
     record = run(mode="real-time", seconds=1.0, model=fake(latency_ms=10.0))
     assert time.monotonic() - began > 1.0
@@ -246,8 +246,6 @@ def test_unstamped_messages_are_taken_only_if_asked(
 
 
 def test_a_virtual_clock_leaps_and_a_real_one_waits_until_it_is_woken() -> None:
-    import time
-
     virtual = VirtualClock(5)
     virtual.wait(9)
     virtual.wait(7)
@@ -262,9 +260,6 @@ def test_a_virtual_clock_leaps_and_a_real_one_waits_until_it_is_woken() -> None:
 
 
 def test_a_held_answer_of_a_cancelled_epoch_never_comes() -> None:
-    from phyai_engine.serve.client import Answered
-    from phyai_engine.types import Chunk, StageTimings
-
     class Engine:
         def __init__(self) -> None:
             self.events: list[Any] = []
@@ -321,7 +316,7 @@ def test_the_command_writes_record_summary_and_report(
     assert code == 0, said
     record = load(tmp_path / "out" / "record.json")
     assert record.bag == "bag"
-    assert f"chunk hash {record.chunk_hash}" in said.replace("\n", "")
+    assert f"chunk hash {record.chunk_hash}" in said
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["record.json", "report.html", "summary.json"]
     code, said, _ = command(clean, "--compare", str(tmp_path / "out" / "record.json"))
     assert code == 0, said
@@ -335,7 +330,7 @@ def test_gate_exit_codes_are_right_both_ways(
     assert [entry.ok for entry in load(tmp_path / "out" / "record.json").invariants] == [True, True, True]
     code, said, _ = command(clean, *fast, "--gate", "handoffs>=5,p99_margin_ms>=100000")
     assert code == 1
-    assert "gate p99_margin_ms >= 100000" in said.replace("\n", " ")
+    assert "gate p99_margin_ms >= 100000" in said
     assert command(clean, "--gate", "p99_margin_ms>=-1e6")[0] == 1  # mode step measures none
 
 
@@ -397,7 +392,7 @@ def test_a_bad_bag_is_refused_in_words_and_replaces_no_result(
     kept.write_text("an earlier result", encoding="utf-8")
     code, said, error = command(spoil(bags, tmp_path / "bag"))
     assert code == 2
-    assert words in error.replace("\n", " ").replace("  ", " ")
+    assert words in error
     assert "Traceback" not in error
     assert kept.read_text(encoding="utf-8") == "an earlier result"
     assert list(kept.parent.iterdir()) == [kept]
@@ -417,7 +412,7 @@ def test_bad_options_end_with_2(
 ) -> None:
     code, _, error = command(clean, *options)
     assert code == 2
-    assert words in error.replace("\n", " ")
+    assert words in error
     assert not (tmp_path / "out").exists()
 
 
