@@ -107,7 +107,7 @@ def test_the_record_holds_the_whole_run(run: Callable[..., Record], bags: Module
     rows = {(chunk.chunk_id, k): row for chunk in record.chunks for k, row in enumerate(chunk.actions)}
     assert played
     assert all(list(values) == list(rows[key]) for key, values in played.items())
-    assert record.joints.names == ("j0", "j1")
+    assert record.joints.names == ["j0", "j1"]
     assert record.joints.positions[0] == pytest.approx(bags.position(0.0))
     assert {frame.camera for frame in record.frames} == {"front", "wrist"}
     record.check()
