@@ -28,7 +28,7 @@ from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
 from phyai_engine.errors import BagError, EngineTimeoutError, RefusalError
 from phyai_engine.handoff import HandoffSettings, assumed_delay_steps
-from phyai_engine.messages import stamp_ns
+from phyai_engine.messages import UNSTAMPED_NS, stamp_ns
 from phyai_engine.replay.bag import Bag, Received
 from phyai_engine.replay.clock import Clock, RealClock, VirtualClock
 from phyai_engine.replay.engine_link import HeldLink, Link, LiveLink
@@ -208,12 +208,12 @@ class EngineReplay:
     def record(self) -> Record:
         """What happened. Reads the sensors of the bag once more: keeping pictures costs time that a replay has not."""
         settings, hello = self._settings, self._hello
-        delivered = {stats.name: stats.delivered for stats in self._buffer.camera_stats(self._zero_ns + self._played_ns)}
+        cameras = self._buffer.camera_stats(self._zero_ns + self._played_ns)
         measured = settings.mode != "step"
         return self._trace.record(
             self._loop.counters,
             self._sensors(),
-            delivered,
+            {stats.name: stats.delivered for stats in cameras},
             model=hello.note,
             placement=settings.placement,
             schedule=settings.schedule.value,
@@ -235,7 +235,9 @@ class EngineReplay:
             if (camera := self._topics.cameras.get(upcoming.topic)) is None:
                 rows.joint_state(t_s, content)
             else:
-                rows.image(camera, t_s, (stamp_ns(content.header.stamp) + offset_ns) * 1e-9, content)
+                stamp = stamp_ns(content.header.stamp)
+                stamp_s = (stamp + offset_ns) * 1e-9 if stamp > UNSTAMPED_NS else float("nan")
+                rows.image(camera, t_s, stamp_s, content)
         return rows
 
     # -- clocks --------------------------------------------------------------------------------------------------------
