@@ -26,7 +26,7 @@ from phyai_engine.control.control_loop import Client, ControlLoop, LoopSettings
 from phyai_engine.control.intake import Intake
 from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
-from phyai_engine.errors import BagError, EngineTimeoutError, RefusalError
+from phyai_engine.errors import EngineTimeoutError, RefusalError
 from phyai_engine.handoff import HandoffSettings, assumed_delay_steps
 from phyai_engine.messages import UNSTAMPED_NS, stamp_ns
 from phyai_engine.replay.bag import Bag, Received

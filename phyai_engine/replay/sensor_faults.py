@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -74,8 +74,8 @@ class Heard:
 
     def lateness_s(self) -> F64:
         """Receipt - stamp of every stamped message."""
-        late: F64 = (self.received_ns - self.stamps_ns)[self.stamped] * 1e-9
-        return late
+        late_ns: I64 = (self.received_ns - self.stamps_ns)[self.stamped]
+        return np.asarray(late_ns * 1e-9, dtype=np.float64)
 
     def steps_ns(self) -> I64:
         """From one stamp to the next, of the stamped messages."""

@@ -390,7 +390,7 @@ def test_a_bad_bag_is_refused_in_words_and_replaces_no_result(
     kept = tmp_path / "out" / "record.json"
     kept.parent.mkdir()
     kept.write_text("an earlier result", encoding="utf-8")
-    code, said, error = command(spoil(bags, tmp_path / "bag"))
+    code, _, error = command(spoil(bags, tmp_path / "bag"))
     assert code == 2
     assert words in error
     assert "Traceback" not in error
