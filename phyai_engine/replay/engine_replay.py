@@ -26,13 +26,16 @@ from phyai_engine.control.control_loop import Client, ControlLoop, LoopSettings
 from phyai_engine.control.intake import Intake
 from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
-from phyai_engine.errors import BagError, EngineTimeoutError, RefusalError
+from phyai_engine.errors import EngineTimeoutError, RefusalError
 from phyai_engine.handoff import HandoffSettings, assumed_delay_steps
+from phyai_engine.messages import UNSTAMPED_NS, stamp_ns
 from phyai_engine.replay.bag import Bag, Received
 from phyai_engine.replay.clock import Clock, RealClock, VirtualClock
 from phyai_engine.replay.engine_link import HeldLink, Link, LiveLink
 from phyai_engine.replay.examine import Examined, examine
+from phyai_engine.replay.read_ahead import ReadAhead
 from phyai_engine.replay.record import Record
+from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.replay.topic_map import TopicMap, map_topics
 from phyai_engine.replay.trace import Trace, TracedEngine, TracedSteps
 from phyai_engine.safety import Safety
@@ -152,6 +155,7 @@ class EngineReplay:
         self._intake = Intake(self._buffer, on_jump=self._jumped, on_refused=lambda stream, reason: None)
         self._loop = self._make_loop()
         self._lag = Window(1 << 20)
+        self._played_ns = 0
         self._ended = False
         self._latched = False
 
@@ -160,8 +164,19 @@ class EngineReplay:
 
         :raises BagError: the bag breaks off. :raises EngineError: the engine is lost.
         """
+        if self._settings.mode == "real-time":  # elsewhere no time passes while the bag is read
+            with ReadAhead(self._messages()) as ahead:
+                self._play(iter(ahead))
+        else:
+            self._play(self._messages())
+        self._played_ns = self._clock.now_ns() - self._zero_ns
+        self._note_abort()
+        if (lag := self._lag.percentiles()).p99 > LAG_S:
+            late = f"p99 {lag.p99 * 1e3:.1f} ms, at most {lag.max * 1e3:.1f} ms"
+            self._trace.event("note", f"the replay handed its messages over late: {late}")
+
+    def _play(self, messages: Iterator[_Upcoming]) -> None:
         self._loop.activate()
-        messages = self._messages()
         upcoming = next(messages, None)  # read before the clock starts
         self._zero_ns = self._clock.now_ns()
         tick_ns = self._zero_ns + self._examined.ready_ns - self._bag.start_ns
@@ -180,10 +195,6 @@ class EngineReplay:
             if tick_ns <= now_ns:
                 self._tick()
                 tick_ns += self._dt_ns * (1 + (now_ns - tick_ns) // self._dt_ns)  # a tick that is past is skipped
-        self._note_abort()
-        if (lag := self._lag.percentiles()).p99 > LAG_S:
-            late = f"p99 {lag.p99 * 1e3:.1f} ms, at most {lag.max * 1e3:.1f} ms"
-            self._trace.event("note", f"the replay handed its messages over late: {late}")
 
     def probe(self, client: Client, count: int) -> None:
         """Inferences after a pause: the newest request asked again, in a later epoch so that nothing of it plays.
@@ -202,12 +213,14 @@ class EngineReplay:
             self._trace.probed(PROBE_IDLE_S, answer.chunk.timings.inference_ms * 1e-3)
 
     def record(self) -> Record:
-        """What happened."""
+        """What happened. Reads the sensors of the bag once more: keeping pictures costs time that a replay has not."""
         settings, hello = self._settings, self._hello
+        cameras = self._buffer.camera_stats(self._zero_ns + self._played_ns)
         measured = settings.mode != "step"
         return self._trace.record(
             self._loop.counters,
-            self._buffer.camera_stats(self._clock.now_ns()),
+            self._sensors(),
+            {stats.name: stats.delivered for stats in cameras},
             model=hello.note,
             placement=settings.placement,
             schedule=settings.schedule.value,
@@ -216,6 +229,23 @@ class EngineReplay:
             survey=self._examined.survey,
             first_inference_s=hello.warm_up_ms[0] * 1e-3 if measured else float("nan"),
         )
+
+    def _sensors(self) -> SensorRows:
+        rows = SensorRows(self._robot)
+        offset_ns = self._examined.clock_offset_ns - self._bag.start_ns
+        for upcoming in self._messages():
+            if upcoming.offset_ns > self._played_ns:
+                break
+            t_s, content = upcoming.offset_ns * 1e-9, upcoming.content
+            if isinstance(content, RefusalError) or upcoming.topic == self._topics.instruction:
+                continue
+            if (camera := self._topics.cameras.get(upcoming.topic)) is None:
+                rows.joint_state(t_s, content)
+            else:
+                stamp = stamp_ns(content.header.stamp)
+                stamp_s = (stamp + offset_ns) * 1e-9 if stamp > UNSTAMPED_NS else float("nan")
+                rows.image(camera, t_s, stamp_s, content)
+        return rows
 
     # -- clocks --------------------------------------------------------------------------------------------------------
 
@@ -229,7 +259,7 @@ class EngineReplay:
     # -- what comes from the bag ---------------------------------------------------------------------------------------
 
     def _messages(self) -> Iterator[_Upcoming]:
-        """Read ahead by one message, so that reading and parsing it costs no time when it is due."""
+        """Read and parsed before they are due, which then costs no time."""
         offset_ns, end_ns = 0, round(self._settings.seconds * 1e9)
         for message in self._bag.messages(self._topics.topics):
             # A file may hold its messages slightly out of order.
@@ -263,12 +293,9 @@ class EngineReplay:
         elif isinstance(content, RefusalError):
             self._intake.refuse(self._topics.inputs[topic], content, received)
         elif topic in self._topics.cameras:
-            camera = self._topics.cameras[topic]
-            self._intake.image(camera, content, received)
-            self._trace.image(camera, content, self._examined.clock_offset_ns - self._bag.start_ns)
+            self._intake.image(self._topics.cameras[topic], content, received)
         else:
             self._intake.joints(self._topics.joints[topic], content, received)
-            self._trace.joints(content)
 
     def _jumped(self, text: str) -> None:
         """As the node: the stamps went back, everything stops. What comes after is another recording."""
