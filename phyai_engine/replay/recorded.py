@@ -194,8 +194,8 @@ class Recording:
 def open_recording(folder: Path) -> Recording:
     """Open what a policy node recorded.
 
-    :raises ConfigError: there is no run.json, or its files do not fit. :raises BagError: the bag cannot be read, or holds
-        no request of an engine.
+    :raises ConfigError: there is no run.json, or its files do not fit.
+    :raises BagError: the bag cannot be read, or holds no request of an engine.
     """
     run = load_run(folder)
     bag = Bag(folder)

@@ -1,4 +1,4 @@
-"""Writes recordings as a policy node does, without ROS: the answers are a real policy's, the bag is written by rosbags."""
+"""Writes recordings as a policy node does, without ROS: a real policy answers, and rosbags writes the bag."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Script:
 
     :param lost: (camera, request) whose frame is not in the bag. :param unanswered: requests without an answer.
     :param epochs: of each request. :param changed: request -> added to its recorded actions.
-    :param unstamped: camera front has no stamps. :param refused: by code, in the last status. :param parameters: of the node.
+    :param unstamped: camera front has no stamps. :param refused: by code, in the last status.
+    :param parameters: of the node.
     """
 
     requests: int = 6
@@ -152,9 +153,8 @@ class _Bag:
     def own(self, name: str, received_ns: int, kind: str, **fields: Any) -> None:
         """A message of this package on ``~/name``; what is not given is zero or empty."""
         text = (ROOT / "msg" / f"{kind}.msg").read_text(encoding="utf-8")
-        blank = {
-            name: self._zero(wanted) for wanted, name in re.findall(r"^([\w/]+(?:\[\])?) (\w+)(?=\s|$)", text, re.MULTILINE)
-        }
+        declared = re.findall(r"^([\w/]+(?:\[\])?) (\w+)(?=\s|$)", text, re.MULTILINE)
+        blank = {field: self._zero(wanted) for wanted, field in declared}
         self.put(f"{NODE}/{name}", received_ns, f"phyai_policy/msg/{kind}", **{**blank, **fields})
 
     def _zero(self, wanted: str) -> Any:
