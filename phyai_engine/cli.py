@@ -240,11 +240,11 @@ def replay(
             from phyai_engine.replay.recorded_replay import recorded_command  # noqa: PLC0415
 
             raise typer.Exit(recorded_command(bag, model))
-        if not (robot and model):
-            raise ConfigError("a replay needs --robot and --model", got=f"{robot!r} and {model!r}")
         from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
         from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
 
+        if not (robot and model):
+            raise ConfigError("a replay needs a robot and a model", do="Give --robot and --model.")
         settings = ReplaySettings(
             mode=mode.value,
             placement=engine.value,

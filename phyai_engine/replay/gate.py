@@ -86,7 +86,7 @@ def _number(text: str, part: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError("a limit of the gate is no number", got=repr(part), wanted="such as 5 or 1e-3", where="--gate")
+        raise ConfigError("a limit of the gate is no number", got=repr(part), wanted="5 or 1e-3", where="--gate")
     return number
 
 

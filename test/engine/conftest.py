@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phyai_engine.config import ActionEntry, RobotConfig, StateEntry
+from phyai_engine.config import ActionEntry, Camera, RobotConfig, StateEntry
 from phyai_engine.robot_check import check_robot
 
 
@@ -23,16 +23,21 @@ def one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def recordings() -> ModuleType:
-    """The module recordings.py, which writes recordings; loaded by path: test folders are not packages."""
-    path = Path(__file__).with_name("recordings.py")
-    spec = importlib.util.spec_from_file_location("recordings", path)
+def _beside(name: str) -> ModuleType:
+    """A module of this folder, loaded by path: test folders are not packages."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def recordings() -> ModuleType:
+    """The module recordings.py, which writes what a policy node records."""
+    return _beside("recordings")
 
 
 @pytest.fixture(scope="session")
@@ -57,5 +62,25 @@ def make_robot() -> Callable[..., RobotConfig]:
         )
         check_robot(made, where="r.yaml")
         return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bags() -> ModuleType:
+    """The module bags.py, which writes bags of a robot's sensors."""
+    return _beside("bags")
+
+
+@pytest.fixture(scope="session")
+def bag_robot(make_robot: Callable[..., RobotConfig], bags: ModuleType) -> Callable[..., RobotConfig]:
+    """Makes the robot of the recordings of bags.py; arguments change its cameras."""
+
+    def make(cameras: tuple[str, ...] = ("front", "wrist"), **changes: Any) -> RobotConfig:
+        made = [
+            Camera(name=name, topic=f"{name}/image_raw", role=bags.ROLES[name], **{"tolerance_s": 0.06, **changes})
+            for name in cameras
+        ]
+        return make_robot(robot={"cameras": tuple(made)})
 
     return make
