@@ -300,7 +300,9 @@ def sweep(
     ] = "predicted",
     horizon: Annotated[int | None, typer.Option(min=1, help="Of runs that kept no chunks.")] = None,
     eps: Annotated[float, typer.Option(help="Largest accepted miss rate.")] = 1e-3,
-    budget: Annotated[float | None, typer.Option(min=0.0, help="Of one robot's hour, in the price file's money.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Of one robot's hour, in the price file's money.")
+    ] = None,
     prices: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Default: config/prices.yaml, whose numbers are placeholders.")
     ] = None,

@@ -95,7 +95,9 @@ def _step_table(found: Diff) -> Table:
 
 
 def _joint_table(found: Diff) -> Table:
-    table = _table(f"Actions, |A - B| [{found.unit}]", "action", ("p50", "p99", "max", "rms", "largest in chunk", "row"))
+    table = _table(
+        f"Actions, |A - B| [{found.unit}]", "action", ("p50", "p99", "max", "rms", "largest in chunk", "row")
+    )
     for joint in found.joints:
         figures = _figures(joint.difference)
         table.add_row(joint.name, *figures, f"{joint.rms:.3g}", joint.largest_chunk, str(joint.largest_row))

@@ -181,7 +181,9 @@ class Recording:
                 yield entry
 
         topics = self.camera_topics()
-        wanted = {camera.name: sorted(stamp for name, stamp in uses if name == camera.name) for camera in topics.values()}
+        wanted = {
+            camera.name: sorted(stamp for name, stamp in uses if name == camera.name) for camera in topics.values()
+        }
         for topic, received_ns, message in self.messages(topics):
             yield from ready(received_ns - 1)
             camera = topics[topic]

@@ -103,7 +103,9 @@ def simulate(latencies: Latencies, *, horizon: int, execution_steps: int, delay_
     if delay_steps is not None and not 0 <= delay_steps <= horizon:
         raise ConfigError("the delay is out of range", got=delay_steps, wanted=f"0..{horizon} steps (the horizon)")
     inference_s = latencies.inference_s[np.isfinite(latencies.inference_s)]
-    assumed = assumed_delay_steps((inference_s * 1e3).tolist(), horizon, latencies.dt_s) if len(inference_s) else horizon // 2
+    assumed = (
+        assumed_delay_steps((inference_s * 1e3).tolist(), horizon, latencies.dt_s) if len(inference_s) else horizon // 2
+    )
     settings = HandoffSettings(
         schedule=latencies.schedule,
         horizon=horizon,

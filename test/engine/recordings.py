@@ -258,7 +258,15 @@ class _Bag:
     def answer(self, received_ns: int, request: Request, actions: np.ndarray[Any, Any], *, first: bool) -> None:
         """The chunk, its timing and the two steps that are played of it."""
         names, ids = ["lift", "turn"], {"epoch": request.epoch, "chunk_id": request.chunk_id}
-        self.own("chunk", received_ns, "ActionChunk", joint_names=names, horizon=len(actions), actions=actions.reshape(-1), **ids)
+        self.own(
+            "chunk",
+            received_ns,
+            "ActionChunk",
+            joint_names=names,
+            horizon=len(actions),
+            actions=actions.reshape(-1),
+            **ids,
+        )
         figures = {"l_observe_s": 0.01, "l_inference_s": 0.015, "l_critical_s": 0.03, "age_s": 0.03}
         deadline = {"m_ctrl_s": float("nan") if first else 0.02, "l_env_s": float("nan") if first else 0.08}
         timing = {**figures, **deadline, "m_cond_s": float("nan"), "m_exhaust_s": float("nan"), "outcome": 1}
