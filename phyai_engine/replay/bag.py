@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -166,6 +165,7 @@ def _typestore(topic: Topic) -> Any:
         else:
             types = get_types_from_msg(topic.definition, topic.kind)
         store.register(types)
+        store.get_msgdef(topic.kind)  # generates the reader: a type that it names may be missing
     except Exception as error:  # a text that cannot be parsed
         text = "the bag's definition of a message type cannot be used"
         raise BagError(text, got=_said(error), where=f"{topic.name}: {topic.kind}") from error
@@ -287,22 +287,24 @@ def _scanned(file: Path) -> _Source:
 
 def _unpacked(file: Path, stack: ExitStack) -> Path:
     """A packed storage file, unpacked to a folder that goes with the stack; a cut one as far as it goes."""
-    import zstandard  # noqa: PLC0415
+    from backports import zstd  # noqa: PLC0415
 
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="phyai-bag-"))
     target = Path(folder) / file.stem
-    with file.open("rb") as packed, target.open("wb") as unpacked:
-        reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
-        with contextlib.suppress(zstandard.ZstdError):  # what was unpacked until then is scanned
-            while block := reader.read(1 << 20):
-                unpacked.write(block)
+    unpacking = zstd.ZstdDecompressor()
+    with file.open("rb") as packed, target.open("wb") as unpacked, contextlib.suppress(zstd.ZstdError):
+        while block := packed.read(1 << 20):
+            while block:
+                unpacked.write(unpacking.decompress(block))
+                block = unpacking.unused_data if unpacking.eof else b""
+                unpacking = zstd.ZstdDecompressor() if unpacking.eof else unpacking
     return target
 
 
 def _decompress(raw: bytes | memoryview) -> bytes:
-    import zstandard  # noqa: PLC0415
+    from backports import zstd  # noqa: PLC0415
 
-    return bytes(zstandard.ZstdDecompressor().decompress(raw))
+    return bytes(zstd.decompress(raw))
 
 
 def _merged(sources: Sequence[_Source]) -> dict[str, Topic]:

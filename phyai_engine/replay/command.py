@@ -49,7 +49,7 @@ def replay_command(
         raise ConfigError("a file of that name exists", where=folder, do="Give --out the name of a folder.")
     console = Console(stderr=True)
     for note in assumed:
-        console.print(Text(f"{model}: {note}", style="yellow"))
+        console.print(Text(f"{model}: {note}", style="yellow"), soft_wrap=True)
     run = replay(bag, robot_config, model_config, settings, lambda phase: console.print(Text(phase, style="dim")))
     run = msgspec.structs.replace(run, invariants=(*run.invariants, *gate.judge(conditions, run)))
     write_results(run, folder, other)
@@ -72,11 +72,11 @@ def write_results(run: Record, folder: Path, other: Record | None = None) -> Non
 
 def show(run: Record, folder: Path, console: Console) -> None:
     """The report's first sentences, and what the chunks were."""
-    for sentence in verdict(run):
-        console.print(Text(sentence))
+    sentences = verdict(run)
     if run.chunk_hash:
-        console.print(Text(f"chunk hash {run.chunk_hash} of {len(run.chunks)} chunks"))
-    console.print(Text(f"wrote {folder / 'report.html'}, record.json and summary.json"))
+        sentences.append(f"chunk hash {run.chunk_hash} of {len(run.chunks)} chunks")
+    for sentence in (*sentences, f"wrote {folder / 'report.html'}, record.json and summary.json"):
+        console.print(Text(sentence), soft_wrap=True)
 
 
 def exit_code(run: Record) -> int:

@@ -94,8 +94,11 @@ class HeldLink:
 
     def _await(self, request: Request) -> Event:
         while True:
-            for event in self._engine.poll():
-                if isinstance(event, Lost) or _ids(event) == (request.epoch, request.chunk_id):
+            events = self._engine.poll()
+            if lost := [event for event in events if isinstance(event, Lost)]:
+                return lost[0]  # more than the failure of one request, which comes with it
+            for event in events:
+                if not isinstance(event, Lost) and _ids(event) == (request.epoch, request.chunk_id):
                     return event
             if not self._answered.wait(ANSWER_TIMEOUT_S):
                 raise EngineTimeoutError("the engine did not answer", wanted=f"within {ANSWER_TIMEOUT_S:.0f} s")

@@ -26,13 +26,15 @@ from phyai_engine.control.control_loop import Client, ControlLoop, LoopSettings
 from phyai_engine.control.intake import Intake
 from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
-from phyai_engine.errors import BagError, EngineTimeoutError, RefusalError
+from phyai_engine.errors import EngineTimeoutError, RefusalError
 from phyai_engine.handoff import HandoffSettings, assumed_delay_steps
+from phyai_engine.messages import UNSTAMPED_NS, stamp_ns
 from phyai_engine.replay.bag import Bag, Received
 from phyai_engine.replay.clock import Clock, RealClock, VirtualClock
 from phyai_engine.replay.engine_link import HeldLink, Link, LiveLink
 from phyai_engine.replay.examine import Examined, examine
 from phyai_engine.replay.record import Record
+from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.replay.topic_map import TopicMap, map_topics
 from phyai_engine.replay.trace import Trace, TracedEngine, TracedSteps
 from phyai_engine.safety import Safety
@@ -152,6 +154,7 @@ class EngineReplay:
         self._intake = Intake(self._buffer, on_jump=self._jumped, on_refused=lambda stream, reason: None)
         self._loop = self._make_loop()
         self._lag = Window(1 << 20)
+        self._played_ns = 0
         self._ended = False
         self._latched = False
 
@@ -180,6 +183,7 @@ class EngineReplay:
             if tick_ns <= now_ns:
                 self._tick()
                 tick_ns += self._dt_ns * (1 + (now_ns - tick_ns) // self._dt_ns)  # a tick that is past is skipped
+        self._played_ns = self._clock.now_ns() - self._zero_ns
         self._note_abort()
         if (lag := self._lag.percentiles()).p99 > LAG_S:
             late = f"p99 {lag.p99 * 1e3:.1f} ms, at most {lag.max * 1e3:.1f} ms"
@@ -202,12 +206,14 @@ class EngineReplay:
             self._trace.probed(PROBE_IDLE_S, answer.chunk.timings.inference_ms * 1e-3)
 
     def record(self) -> Record:
-        """What happened."""
+        """What happened. Reads the sensors of the bag once more: keeping pictures costs time that a replay has not."""
         settings, hello = self._settings, self._hello
+        cameras = self._buffer.camera_stats(self._zero_ns + self._played_ns)
         measured = settings.mode != "step"
         return self._trace.record(
             self._loop.counters,
-            self._buffer.camera_stats(self._clock.now_ns()),
+            self._sensors(),
+            {stats.name: stats.delivered for stats in cameras},
             model=hello.note,
             placement=settings.placement,
             schedule=settings.schedule.value,
@@ -216,6 +222,23 @@ class EngineReplay:
             survey=self._examined.survey,
             first_inference_s=hello.warm_up_ms[0] * 1e-3 if measured else float("nan"),
         )
+
+    def _sensors(self) -> SensorRows:
+        rows = SensorRows(self._robot)
+        offset_ns = self._examined.clock_offset_ns - self._bag.start_ns
+        for upcoming in self._messages():
+            if upcoming.offset_ns > self._played_ns:
+                break
+            t_s, content = upcoming.offset_ns * 1e-9, upcoming.content
+            if isinstance(content, RefusalError) or upcoming.topic == self._topics.instruction:
+                continue
+            if (camera := self._topics.cameras.get(upcoming.topic)) is None:
+                rows.joint_state(t_s, content)
+            else:
+                stamp = stamp_ns(content.header.stamp)
+                stamp_s = (stamp + offset_ns) * 1e-9 if stamp > UNSTAMPED_NS else float("nan")
+                rows.image(camera, t_s, stamp_s, content)
+        return rows
 
     # -- clocks --------------------------------------------------------------------------------------------------------
 
@@ -263,12 +286,9 @@ class EngineReplay:
         elif isinstance(content, RefusalError):
             self._intake.refuse(self._topics.inputs[topic], content, received)
         elif topic in self._topics.cameras:
-            camera = self._topics.cameras[topic]
-            self._intake.image(camera, content, received)
-            self._trace.image(camera, content, self._examined.clock_offset_ns - self._bag.start_ns)
+            self._intake.image(self._topics.cameras[topic], content, received)
         else:
             self._intake.joints(self._topics.joints[topic], content, received)
-            self._trace.joints(content)
 
     def _jumped(self, text: str) -> None:
         """As the node: the stamps went back, everything stops. What comes after is another recording."""

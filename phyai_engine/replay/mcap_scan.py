@@ -239,15 +239,14 @@ def _decompressed(compression: str, packed: memoryview, size: int) -> bytes:
     if not compression:
         return bytes(packed)
     import lz4.frame  # noqa: PLC0415 - with rosbags, which a robot may do without
-    import zstandard  # noqa: PLC0415
+    from backports import zstd  # noqa: PLC0415
 
     try:
         if compression == "zstd":
-            with zstandard.ZstdDecompressor().stream_reader(packed) as unpacking:
-                return bytes(unpacking.read(size))
+            return bytes(zstd.ZstdDecompressor().decompress(packed, max_length=size))
         if compression == "lz4":
             return bytes(lz4.frame.LZ4FrameDecompressor().decompress(packed, max_length=size))
-    except (zstandard.ZstdError, RuntimeError) as error:
+    except (zstd.ZstdError, RuntimeError) as error:
         raise ValueError(f"a chunk cannot be unpacked: {error}") from error
     raise ValueError(f"unknown compression {compression!r}")
 

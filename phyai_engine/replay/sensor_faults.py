@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -74,8 +74,8 @@ class Heard:
 
     def lateness_s(self) -> F64:
         """Receipt - stamp of every stamped message."""
-        late: F64 = (self.received_ns - self.stamps_ns)[self.stamped] * 1e-9
-        return late
+        late_ns: I64 = (self.received_ns - self.stamps_ns)[self.stamped]
+        return np.asarray(late_ns * 1e-9, dtype=np.float64)
 
     def steps_ns(self) -> I64:
         """From one stamp to the next, of the stamped messages."""
@@ -199,8 +199,8 @@ def _own(one: Heard, motion: Motion, start_ns: int) -> Iterator[Fault]:
         text = f"repeats the stamp before in {len(same)} of {n} messages"
         yield Fault(name, "repeated_stamp", text, _t_s(int(same[0]), start_ns))
     late = one.lateness_s()
-    if late.size and abs(float(np.median(late))) > OTHER_CLOCK_S:
-        text = f"is on another clock: its stamps lie {float(np.median(late)):.1f} s before their receipt (median)"
+    if abs(middle := _middle_s(one)) > OTHER_CLOCK_S:
+        text = f"is on another clock: its stamps lie {middle:.1f} s before their receipt (median)"
         yield Fault(name, "clock", text, t0)
     elif ahead := int((late < -FUTURE_S).sum()):
         text = f"has stamps up to {-float(late.min()):.3f} s ahead of their receipt, in {ahead} of {n} messages"
@@ -209,8 +209,7 @@ def _own(one: Heard, motion: Motion, start_ns: int) -> Iterator[Fault]:
 
 def _late(inputs: Sequence[Heard], start_ns: int) -> Iterator[Fault]:
     """Messages that come long after their stamp where others do not."""
-    medians = {one.name: float(np.median(late)) for one in inputs if (late := one.lateness_s()).size}
-    prompt = {n: m for n, m in medians.items() if abs(m) <= OTHER_CLOCK_S}
+    prompt = {one.name: middle for one in inputs if abs(middle := _middle_s(one)) <= OTHER_CLOCK_S}
     cameras = {one.name for one in inputs if one.kind == "camera"} & prompt.keys()
     for one in inputs:
         others = {n: m for n, m in prompt.items() if n != one.name}
@@ -228,13 +227,21 @@ def _late(inputs: Sequence[Heard], start_ns: int) -> Iterator[Fault]:
 
 
 def _skewed(inputs: Sequence[Heard], start_ns: int) -> Iterator[Fault]:
-    for one in inputs:
-        distances = skew_s(one, inputs)
+    """Stamps that are far from everybody's; an input on another clock was named already."""
+    near = [one for one in inputs if abs(_middle_s(one)) <= OTHER_CLOCK_S]
+    for one in near:
+        distances = skew_s(one, near)
         known = distances[np.isfinite(distances)]
         if known.size and (middle := float(np.median(known))) > one.tolerance_s:
             text = f"is stamped {_ms(middle)} from the nearest sample of another input (median)"
             text += f", more than its tolerance of {_ms(one.tolerance_s)}"
             yield Fault(one.name, "skewed", text, _t_s(int(one.received_ns[0]), start_ns))
+
+
+def _middle_s(one: Heard) -> float:
+    """Its median lateness; NaN where nothing is stamped."""
+    late = one.lateness_s()
+    return float(np.median(late)) if late.size else float("nan")
 
 
 def _is_frozen(one: Heard, begin: int, end: int, motion: Motion) -> bool:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from phyai_engine.config import Camera, RobotConfig
+from phyai_engine.config import RobotConfig
 from phyai_engine.control.commands import Command
 from phyai_engine.control.control_loop import Client, Counters
-from phyai_engine.control.stream import StreamStats
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Accepted
 from phyai_engine.host import host
-from phyai_engine.messages import stamp_ns
-from phyai_engine.replay import record
-from phyai_engine.replay.record import ChunkRow, Event, EventKind, FrameRow, IdleRow, Joints, Record, StepRow, TimingRow
-from phyai_engine.replay.rows import frame_row, step_row
+from phyai_engine.replay.record import ChunkRow, Event, EventKind, IdleRow, Record, StepRow, TimingRow, chunk_hash
+from phyai_engine.replay.rows import step_row
+from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.serve.client import Answered, Lost
 from phyai_engine.serve.client import Event as EngineEvent
 from phyai_engine.stop import StopPlan
 from phyai_engine.timing import Timing
 from phyai_engine.types import F64, Chunk, Refusal, Request
 
-FRAME_EVERY_S = 1.5
-JOINTS_EVERY_S = 0.05
 IDLE_S = 1.0
 """Without work for so long an engine's next inference is listed apart: caches and clock rates have gone down."""
 
 
 class Trace:
-    """What was heard, asked, answered and commanded.
+    """What was asked, answered and commanded.
 
     :param now_s: time since the replay began. :param rests: the engine rests while the replay waits.
     """
@@ -45,31 +41,13 @@ class Trace:
         self._steps: list[StepRow] = []
         self._timings: list[TimingRow] = []
         self._chunks: list[ChunkRow] = []
-        self._frames: list[FrameRow] = []
         self._idle: list[IdleRow] = []
-        self._arrivals: dict[str, list[tuple[float, float]]] = {c.name: [] for c in robot.cameras}
-        self._positions: dict[str, float] = {}
-        self._joints: list[tuple[float, list[float]]] = []
         self._answered_s = 0.0  # when the engine last fell idle
         self._asked_s, self._idle_s = 0.0, 0.0  # of the newest request, and how long it had been idle then
 
     def event(self, kind: EventKind, text: str) -> None:
         """Something happened now."""
         self.events.append(Event(self._now_s(), kind, text))
-
-    def image(self, camera: Camera, message: Any, offset_ns: int) -> None:
-        """A frame arrived. :param offset_ns: from its stamp to the axis of the record."""
-        stamp = stamp_ns(message.header.stamp)
-        stamp_s = (stamp + offset_ns) * 1e-9 if stamp > 0 else float("nan")
-        self._arrivals[camera.name].append((self._now_s(), stamp_s))
-
-    def joints(self, message: Any) -> None:
-        """A JointState arrived; a row is kept every JOINTS_EVERY_S."""
-        self._positions.update(zip(message.name, map(float, message.position), strict=False))
-        now_s, names = self._now_s(), self._robot.state_names
-        due = not self._joints or now_s - self._joints[-1][0] >= JOINTS_EVERY_S
-        if due and all(name in self._positions for name in names):
-            self._joints.append((now_s, [self._positions[name] for name in names]))
 
     def command(self, command: Command) -> None:
         """One tick's command."""
@@ -81,12 +59,9 @@ class Trace:
         self._timings.append(row)
 
     def asked(self, request: Request) -> None:
-        """A request went to the engine; now and then its frames are kept. Called after it went: that takes time."""
-        self.newest_request = request
-        now_s = self._asked_s = self._now_s()
-        self._idle_s = now_s - self._answered_s
-        if not self._frames or now_s - self._frames[-1].t_s >= FRAME_EVERY_S:
-            self._frames += [frame_row(now_s, name, image) for name, image in request.observation.images.items()]
+        """A request went to the engine."""
+        self.newest_request, self._asked_s = request, self._now_s()
+        self._idle_s = self._asked_s - self._answered_s
 
     def answered(self, answer: Answered) -> None:
         """The engine's answer, before anything of it is checked."""
@@ -103,9 +78,11 @@ class Trace:
         """An inference after the run, made to measure the pause before it."""
         self._idle.append(IdleRow(t_s=self._now_s(), idle_s=idle_s, inference_s=inference_s, probe=True))
 
-    def record(self, counters: Counters, cameras: Sequence[StreamStats], **facts: Any) -> Record:
-        """Everything, with the ``facts`` of the run that a Record has beside its rows."""
-        delivered = {stats.name: stats.delivered for stats in cameras}
+    def record(self, counters: Counters, sensors: SensorRows, delivered: Mapping[str, float], **facts: Any) -> Record:
+        """Everything, with the ``facts`` of the run that a Record has beside its rows.
+
+        :param delivered: fraction of each camera's frames.
+        """
         return Record(
             robot_id=self._robot.robot_id,
             action_names=self._robot.action_names,
@@ -116,23 +93,12 @@ class Trace:
             events=self.events,
             steps=self._steps,
             timings=self._timings,
-            joints=Joints(
-                names=self._robot.state_names,
-                t_s=[t_s for t_s, _ in self._joints],
-                positions=[row for _, row in self._joints],
-            ),
-            cameras={
-                name: record.Camera(
-                    t_s=[t_s for t_s, _ in rows],
-                    stamp_s=[stamp_s for _, stamp_s in rows],
-                    delivered=delivered.get(name, float("nan")),
-                )
-                for name, rows in self._arrivals.items()
-            },
-            frames=self._frames,
+            joints=sensors.joints(),
+            cameras=sensors.cameras(delivered),
+            frames=sensors.frames,
             refusals={Refusal(code).name.lower(): n for code, n in enumerate(counters.refusals) if n},
             chunks=self._chunks,
-            chunk_hash=record.chunk_hash(self._chunks),
+            chunk_hash=chunk_hash(self._chunks),
             idle=self._idle,
             **facts,
         )

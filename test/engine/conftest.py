@@ -74,13 +74,18 @@ def bags() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def bag_robot(make_robot: Callable[..., RobotConfig], bags: ModuleType) -> Callable[..., RobotConfig]:
-    """Makes the robot of the recordings of bags.py; arguments change its cameras."""
+    """Makes the robot of the recordings of bags.py; arguments change its cameras.
+
+    Its limits are wide: the robot of a recording does not go where it is told.
+    """
 
     def make(cameras: tuple[str, ...] = ("front", "wrist"), **changes: Any) -> RobotConfig:
         made = [
             Camera(name=name, topic=f"{name}/image_raw", role=bags.ROLES[name], **{"tolerance_s": 0.06, **changes})
             for name in cameras
         ]
-        return make_robot(robot={"cameras": tuple(made)})
+        return make_robot(
+            velocity_max=20.0, acceleration_max=50.0, robot={"cameras": tuple(made), "seam_jump_max": 1.0}
+        )
 
     return make

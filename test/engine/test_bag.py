@@ -14,7 +14,7 @@ import lz4.frame
 import msgspec
 import numpy as np
 import pytest
-import zstandard
+from backports import zstd
 
 from phyai_engine.config import Camera, RobotConfig
 from phyai_engine.errors import BagError, RefusalError
@@ -51,9 +51,7 @@ def copied(source: Path, target: Path) -> Path:
     ("storage", "compression"),
     [("mcap", ""), ("mcap", "storage"), ("mcap", "file"), ("mcap", "message"), ("sqlite3", ""), ("sqlite3", "file")],
 )
-def test_every_form_gives_the_same_messages(
-    bags: ModuleType, tmp_path: Path, storage: str, compression: str
-) -> None:
+def test_every_form_gives_the_same_messages(bags: ModuleType, tmp_path: Path, storage: str, compression: str) -> None:
     folder = bags.write_bag(tmp_path / "bag", storage=storage, compression=compression)
     before = sorted(folder.rglob("*"))
     with Bag(folder) as bag:
@@ -86,7 +84,7 @@ def test_a_single_file_is_a_bag(bags: ModuleType, tmp_path: Path, storage: str, 
     whole, file = contents(folder), bags.storage_file(folder)
     if packed:
         target = tmp_path / f"{file.name}.zstd"
-        target.write_bytes(zstandard.ZstdCompressor().compress(file.read_bytes()))
+        target.write_bytes(zstd.compress(file.read_bytes()))
         file = target
     assert sorted(contents(file)) == sorted(whole)
 
@@ -188,7 +186,7 @@ def handmade(compression: str, *, checksum: int | None = None) -> bytes:
     inner += record(4, struct.pack("<HH", 7, 1) + text("/said") + text("cdr") + struct.pack("<I", 0))
     for time_ns, word in ((20, "b"), (10, "a")):
         inner += record(5, struct.pack("<HIQQ", 7, 0, time_ns, time_ns) + b"\x00\x01\x00\x00" + text(word + "\0"))
-    pack = {"": bytes, "lz4": lz4.frame.compress, "zstd": zstandard.ZstdCompressor().compress, "brotli": bytes}
+    pack = {"": bytes, "lz4": lz4.frame.compress, "zstd": zstd.compress, "brotli": bytes}
     packed = pack[compression](inner)
     crc = zlib.crc32(inner) if checksum is None else checksum
     chunk = struct.pack("<QQQI", 10, 20, len(inner), crc) + text(compression) + struct.pack("<Q", len(packed)) + packed
@@ -278,7 +276,7 @@ def test_a_message_that_does_not_follow_its_type_is_refused() -> None:
     decoder = Decoder({"/s": Topic("/s", "std_msgs/msg/String", 1, "string data")})
     assert decoder.decode("/s", b"\x00\x01\x00\x00\x03\x00\x00\x00hi\x00").data == "hi"
     for raw in (b"", b"\x00\x01\x00\x00", b"\x00\x01\x00\x00\xff\xff\xff\x7fhi\x00"):
-        with pytest.raises(RefusalError, match="does not follow its type.*wanted std_msgs/msg/String, at /s") as caught:
+        with pytest.raises(RefusalError, match=r"not follow its type.*wanted std_msgs/msg/String, at /s") as caught:
             decoder.decode("/s", raw)
         assert caught.value.code is Refusal.MALFORMED
 
@@ -289,7 +287,7 @@ def test_types_without_a_definition_are_jazzy_s_or_refused() -> None:
     with pytest.raises(BagError, match="does not define a message type, got other_msgs/msg/Any, at /o"):
         decoder.decode("/o", b"\x00\x01\x00\x00")
     broken = Decoder({"/b": Topic("/b", "a/msg/B", 1, "this is : no definition")})
-    with pytest.raises(BagError, match="the bag's definition of a message type cannot be used.*/b: a/msg/B"):
+    with pytest.raises(BagError, match=r"the bag's definition of a message type cannot be used.*/b: a/msg/B"):
         broken.decode("/b", b"\x00\x01\x00\x00")
 
 
@@ -299,7 +297,11 @@ def test_types_without_a_definition_are_jazzy_s_or_refused() -> None:
 def test_topics_are_found_with_and_without_a_namespace(bags: ModuleType, bag_robot: Make, tmp_path: Path) -> None:
     with Bag(bags.write_bag(tmp_path / "bag")) as bag:
         found = map_topics(bag_robot(), bag)
-        assert found.inputs == {"/front/image_raw": "front", "/wrist/image_raw": "wrist", "/joint_states": "joint_states"}
+        assert list(found.inputs.items()) == [
+            ("/front/image_raw", "front"),
+            ("/wrist/image_raw", "wrist"),
+            ("/joint_states", "joint_states"),
+        ]
         assert found.instruction == "/policy_node/instruction"
     moved = {"front": "/arm/front/image_raw", "wrist": "/arm/wrist/image_raw"}
     with Bag(bags.write_bag(tmp_path / "moved", bags.Script(topics=moved, instruction=""))) as bag:
@@ -309,7 +311,7 @@ def test_topics_are_found_with_and_without_a_namespace(bags: ModuleType, bag_rob
         assert "/front/image_raw (camera 'front') is missing; did you mean /arm/front/image_raw" in text
         assert "/wrist/image_raw (camera 'wrist') is missing; did you mean /arm/wrist/image_raw" in text
         assert "/joint_states" not in text.partition("The bag holds")[0]
-        with pytest.raises(BagError, match=r"/arm/joint_states \(joints j0...\) is missing; did you mean /joint_states"):
+        with pytest.raises(BagError, match=r"/arm/joint_states \(joints j0\.\.\.\) is missing; did you mean"):
             map_topics(bag_robot(), bag, "arm")
 
 
