@@ -240,8 +240,6 @@ def replay(
             from phyai_engine.replay.recorded_replay import recorded_command  # noqa: PLC0415
 
             raise typer.Exit(recorded_command(bag, model))
-        if not (robot and model):
-            raise ConfigError("a replay needs --robot and --model", got=f"{robot!r} and {model!r}")
         from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
         from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
 
@@ -300,7 +298,9 @@ def sweep(
     ] = "predicted",
     horizon: Annotated[int | None, typer.Option(min=1, help="Of runs that kept no chunks.")] = None,
     eps: Annotated[float, typer.Option(help="Largest accepted miss rate.")] = 1e-3,
-    budget: Annotated[float | None, typer.Option(min=0.0, help="Of one robot's hour, in the price file's money.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Of one robot's hour, in the price file's money.")
+    ] = None,
     prices: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Default: config/prices.yaml, whose numbers are placeholders.")
     ] = None,

@@ -60,7 +60,8 @@ def headline(found: Diff) -> list[str]:
         f"A  {found.a}",
         f"B  {found.b}",
         f"{found.same_actions} of {found.pairs} chunks have the same actions, byte by byte; same inputs: {known}; "
-        f"only in A {found.only_a}, only in B {found.only_b}; deadlines missed: A {found.misses[0]}, B {found.misses[1]}",
+        f"only in A {found.only_a}, only in B {found.only_b}",
+        f"deadlines missed: A {found.misses[0]}, B {found.misses[1]}",
     ]
     if 0 <= found.same_inputs < found.pairs:
         lines.append("Inputs differ: so would the actions of one and the same engine.")
@@ -94,7 +95,9 @@ def _step_table(found: Diff) -> Table:
 
 
 def _joint_table(found: Diff) -> Table:
-    table = _table(f"Actions, |A - B| [{found.unit}]", "action", ("p50", "p99", "max", "rms", "largest in chunk", "row"))
+    table = _table(
+        f"Actions, |A - B| [{found.unit}]", "action", ("p50", "p99", "max", "rms", "largest in chunk", "row")
+    )
     for joint in found.joints:
         figures = _figures(joint.difference)
         table.add_row(joint.name, *figures, f"{joint.rms:.3g}", joint.largest_chunk, str(joint.largest_row))

@@ -181,7 +181,9 @@ class Recording:
                 yield entry
 
         topics = self.camera_topics()
-        wanted = {camera.name: sorted(stamp for name, stamp in uses if name == camera.name) for camera in topics.values()}
+        wanted = {
+            camera.name: sorted(stamp for name, stamp in uses if name == camera.name) for camera in topics.values()
+        }
         for topic, received_ns, message in self.messages(topics):
             yield from ready(received_ns - 1)
             camera = topics[topic]
@@ -194,8 +196,8 @@ class Recording:
 def open_recording(folder: Path) -> Recording:
     """Open what a policy node recorded.
 
-    :raises ConfigError: there is no run.json, or its files do not fit. :raises BagError: the bag cannot be read, or holds
-        no request of an engine.
+    :raises ConfigError: there is no run.json, or its files do not fit.
+    :raises BagError: the bag cannot be read, or holds no request of an engine.
     """
     run = load_run(folder)
     bag = Bag(folder)

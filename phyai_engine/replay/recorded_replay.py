@@ -215,7 +215,8 @@ def sentences(result: RecordedReplay) -> list[str]:
         f"inference now: p50 {ms(result.inference_p50_s)}, p99 {ms(result.inference_p99_s)}",
     ]
     if result.worst > 0:
-        lines.append(f"largest difference {result.worst:.3g} (robot units): {result.worst_name}, chunk {result.worst_chunk}")
+        where = f"{result.worst_name}, chunk {result.worst_chunk}"
+        lines.append(f"largest difference {result.worst:.3g} (robot units): {where}")
     left_out = (
         (result.incomplete, "whose frames the recording does not hold"),
         (result.unanswered, "that had no answer (cancelled, failed, or after the recording's end)"),

@@ -100,7 +100,8 @@ class _Heard:
     def record(self) -> Record:
         recording, status = self._recording, self._status
         run, model = recording.run, recording.model
-        refused = {} if status is None else {Refusal(i).name.lower(): int(n) for i, n in enumerate(status.refusals) if n}
+        counts = [] if status is None else status.refusals
+        refused = {Refusal(code).name.lower(): int(n) for code, n in enumerate(counts) if n}
         return Record(
             robot_id=self._robot.robot_id,
             action_names=self._robot.action_names,

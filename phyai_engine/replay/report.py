@@ -164,7 +164,10 @@ def _compared(run: dict[str, Any], other: dict[str, Any]) -> str:
         row("margin p50", *margin, "p50"),
         row("margin p01", *margin, "p01"),
         row("margin minimum", *margin, "min"),
-        words("misses", (f"{_figure(source, (*margin, 'misses'))} of {_figure(source, (*margin, 'n'))}" for source in both)),
+        words(
+            "misses",
+            (f"{_figure(source, (*margin, 'misses'))} of {_figure(source, (*margin, 'n'))}" for source in both),
+        ),
         *(
             row(f"{figures.STAGE_NAMES.get(name, 'L_critical')} {key}", "stages", name, key)
             for name in (*STAGES, "l_critical_s")

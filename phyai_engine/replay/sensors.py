@@ -24,8 +24,8 @@ def sensors(record: Record) -> str:
     if not survey.inputs:
         return ""
     note = (
-        f"What the bag itself holds, {number(survey.duration_s, '.1f')} s and {survey.messages} messages, before any replay. "
-        "Red: named as a fault. Times count from the first message of the bag."
+        f"What the bag itself holds, {number(survey.duration_s, '.1f')} s and {survey.messages} messages, before any "
+        "replay. Red: named as a fault. Times count from the first message of the bag."
     )
     faults = [
         (escape(fault.where), f"!{fault.kind.replace('_', ' ')}", escape(fault.text), f"{number(fault.t_s)} s")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phyai_engine.errors import ConfigError
-from phyai_engine.handoff import Handoff, HandoffSettings
+from phyai_engine.handoff import Handoff, HandoffSettings, assumed_delay_steps
 from phyai_engine.replay.record import Record
 from phyai_engine.replay.summary import handoffs
 from phyai_engine.types import F64, Chunk, Schedule, StageTimings
@@ -102,8 +102,16 @@ def simulate(latencies: Latencies, *, horizon: int, execution_steps: int, delay_
     """
     if delay_steps is not None and not 0 <= delay_steps <= horizon:
         raise ConfigError("the delay is out of range", got=delay_steps, wanted=f"0..{horizon} steps (the horizon)")
+    inference_s = latencies.inference_s[np.isfinite(latencies.inference_s)]
+    assumed = (
+        assumed_delay_steps((inference_s * 1e3).tolist(), horizon, latencies.dt_s) if len(inference_s) else horizon // 2
+    )
     settings = HandoffSettings(
-        schedule=latencies.schedule, horizon=horizon, execution_steps=execution_steps, dt_s=latencies.dt_s
+        schedule=latencies.schedule,
+        horizon=horizon,
+        execution_steps=execution_steps,
+        dt_s=latencies.dt_s,
+        delay_init_steps=assumed,
     )
     return _Run(latencies, settings, delay_steps).run()
 

@@ -76,8 +76,8 @@ def strips(record: Record) -> str:
             for i, name in enumerate(record.action_names)
         )
         key = (
-            '<p class="note">Below each frame the chunk that played then: every action over the rows of the chunk, within '
-            f"its range over the run; the line is the row played. {' '.join(names)}</p>"
+            '<p class="note">Below each frame the chunk that played then: every action over the rows of the chunk, '
+            f"within its range over the run; the line is the row played. {' '.join(names)}</p>"
         )
     return key + "".join(_strip(record, name, plans) for name in cameras)
 

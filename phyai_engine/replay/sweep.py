@@ -265,7 +265,8 @@ def conclusions(found: Sweep) -> list[str]:
     if best is not None and best.keeps == "unproven":
         wanted = math.ceil(math.log(0.05) / math.log1p(-found.eps))
         sentences.append(
-            f"Unproven: {best.misses} of {best.n} missed; a bound of {found.eps:g} takes {wanted} handoffs without a miss."
+            f"Unproven: {best.misses} of {best.n} missed; a bound of {found.eps:g} takes {wanted} handoffs without a "
+            "miss."
         )
     if any(row.robots > 1 for row in found.rows):
         sentences.append("A shared server: queueing as in the recorded run; measure it under that many robots.")

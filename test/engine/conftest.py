@@ -23,16 +23,21 @@ def one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def recordings() -> ModuleType:
-    """The module recordings.py, which writes recordings; loaded by path: test folders are not packages."""
-    path = Path(__file__).with_name("recordings.py")
-    spec = importlib.util.spec_from_file_location("recordings", path)
+def _beside(name: str) -> ModuleType:
+    """A module of this folder, loaded by path: test folders are not packages."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def recordings() -> ModuleType:
+    """The module recordings.py, which writes what a policy node records."""
+    return _beside("recordings")
 
 
 @pytest.fixture(scope="session")
@@ -63,14 +68,8 @@ def make_robot() -> Callable[..., RobotConfig]:
 
 @pytest.fixture(scope="session")
 def bags() -> ModuleType:
-    """The module bags.py, which writes recordings; loaded by path: test folders are not packages."""
-    path = Path(__file__).with_name("bags.py")
-    spec = importlib.util.spec_from_file_location("bags", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
+    """The module bags.py, which writes bags of a robot's sensors."""
+    return _beside("bags")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Writes recordings as a policy node does, without ROS: the answers are a real policy's, the bag is written by rosbags."""
+"""Writes recordings as a policy node does, without ROS: a real policy answers, and rosbags writes the bag."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Script:
 
     :param lost: (camera, request) whose frame is not in the bag. :param unanswered: requests without an answer.
     :param epochs: of each request. :param changed: request -> added to its recorded actions.
-    :param unstamped: camera front has no stamps. :param refused: by code, in the last status. :param parameters: of the node.
+    :param unstamped: camera front has no stamps. :param refused: by code, in the last status.
+    :param parameters: of the node.
     """
 
     requests: int = 6
@@ -152,9 +153,8 @@ class _Bag:
     def own(self, name: str, received_ns: int, kind: str, **fields: Any) -> None:
         """A message of this package on ``~/name``; what is not given is zero or empty."""
         text = (ROOT / "msg" / f"{kind}.msg").read_text(encoding="utf-8")
-        blank = {
-            name: self._zero(wanted) for wanted, name in re.findall(r"^([\w/]+(?:\[\])?) (\w+)(?=\s|$)", text, re.MULTILINE)
-        }
+        declared = re.findall(r"^([\w/]+(?:\[\])?) (\w+)(?=\s|$)", text, re.MULTILINE)
+        blank = {field: self._zero(wanted) for wanted, field in declared}
         self.put(f"{NODE}/{name}", received_ns, f"phyai_policy/msg/{kind}", **{**blank, **fields})
 
     def _zero(self, wanted: str) -> Any:
@@ -258,7 +258,15 @@ class _Bag:
     def answer(self, received_ns: int, request: Request, actions: np.ndarray[Any, Any], *, first: bool) -> None:
         """The chunk, its timing and the two steps that are played of it."""
         names, ids = ["lift", "turn"], {"epoch": request.epoch, "chunk_id": request.chunk_id}
-        self.own("chunk", received_ns, "ActionChunk", joint_names=names, horizon=len(actions), actions=actions.reshape(-1), **ids)
+        self.own(
+            "chunk",
+            received_ns,
+            "ActionChunk",
+            joint_names=names,
+            horizon=len(actions),
+            actions=actions.reshape(-1),
+            **ids,
+        )
         figures = {"l_observe_s": 0.01, "l_inference_s": 0.015, "l_critical_s": 0.03, "age_s": 0.03}
         deadline = {"m_ctrl_s": float("nan") if first else 0.02, "l_env_s": float("nan") if first else 0.08}
         timing = {**figures, **deadline, "m_cond_s": float("nan"), "m_exhaust_s": float("nan"), "outcome": 1}

@@ -149,9 +149,7 @@ def test_inputs_that_differ_are_said(recordings: ModuleType, runs: dict[str, Pat
     assert "Inputs differ: so would the actions of one and the same engine." in headline(found)
 
 
-def test_another_model_on_the_same_requests(
-    runs: dict[str, Path], recordings: ModuleType, tmp_path: Path
-) -> None:
+def test_another_model_on_the_same_requests(runs: dict[str, Path], recordings: ModuleType, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     changed = {**recordings.FAKE, "options": {**recordings.FAKE["options"], "amplitude": 0.3}}
     other.write_text(yaml.safe_dump(changed))

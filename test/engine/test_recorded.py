@@ -1,4 +1,4 @@
-"""Recordings read back and run again: the same bytes for the same engine, and plain words for everything that is not."""
+"""Recordings read back and run again: the same bytes for the same engine, and plain words for what is not."""
 
 from __future__ import annotations
 

@@ -188,7 +188,11 @@ def run_record(seed: int = 0) -> Record:
 
 def survey() -> Survey:
     """A camera 80 ms late with a stall, another that freezes."""
-    figures = {"period": Spread(0.083, 0.09, 0.11), "interval": Spread(0.083, 0.1, 1.8), "skew": Spread(0.03, 0.04, 0.05)}
+    figures = {
+        "period": Spread(0.083, 0.09, 0.11),
+        "interval": Spread(0.083, 0.1, 1.8),
+        "skew": Spread(0.03, 0.04, 0.05),
+    }
     camera = {"kind": "camera", "messages": 235, "rate_hz": 12.0, "encodings": ["rgb8 160x120"], **figures}
     return Survey(
         duration_s=20.0,

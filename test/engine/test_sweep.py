@@ -62,9 +62,9 @@ def test_a_fixed_delay_leaves_its_time_less_the_wait(delay: int, margin: float) 
 
 
 def test_a_predicted_delay_learns_from_the_first_handoff() -> None:
-    run = simulate(latencies([0.07] * 5), horizon=50, execution_steps=25)
-    # 2 steps are assumed at first: 0.04 s; then the 4 that 0.07 s take.
-    np.testing.assert_allclose(run.margin_s, [-0.03, 0.01, 0.01, 0.01], atol=1e-9)
+    run = simulate(latencies([0.15] * 5), horizon=50, execution_steps=25)
+    # At first what inference alone takes, 3 steps, and one more: 0.08 s; then the 8 steps that 0.15 s take.
+    np.testing.assert_allclose(run.margin_s, [-0.07, 0.01, 0.01, 0.01], atol=1e-9)
 
 
 def test_ticks_and_ages_by_hand() -> None:
@@ -208,7 +208,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--steps", "many"], "not a number of steps, got 'many', wanted whole numbers with commas between, at --steps"),
+        (["--steps", "many"], "got 'many', wanted whole numbers with commas between, at --steps"),
         (["--delay", "x"], "or predicted, at --delay"),
         (["--eps", "2"], "eps is out of range"),
         (["--prices", "none.yaml"], "cannot read the file"),
