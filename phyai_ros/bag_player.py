@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rclpy.node import Node
 from rclpy.publisher import Publisher
@@ -17,11 +14,11 @@ from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
 
 from phyai_engine.replay.bag import Bag
+from phyai_engine.replay.read_ahead import ReadAhead
 from phyai_engine.replay.topic_map import TopicMap
 from phyai_engine.timing import Percentiles, Window, mono_ns
 from phyai_ros.convert import to_stamp
 
-T = TypeVar("T")
 CLOCK_NS = 5_000_000
 """/clock is sent with every message and at least this often: a control tick is late by no more than that."""
 TURN_NS = 1_000_000  # a wait shorter than this is slept, not used for callbacks
@@ -76,20 +73,21 @@ class BagPlayer:
         """
         lateness = Window(1_000_000)
         count, clock_ns, began_ns = 0, 0, mono_ns()
-        for message in ahead(self._bag.messages(set(self._publishers)), AHEAD):
-            due_ns = began_ns + message.received_ns - self._bag.start_ns
-            while (now_ns := mono_ns()) < due_ns:
-                if now_ns >= clock_ns + CLOCK_NS:
-                    clock_ns = now_ns
-                    self._tell(self._bag.start_ns + now_ns - began_ns)
-                else:
-                    _wait(min(due_ns, clock_ns + CLOCK_NS) - now_ns, turn)
-            clock_ns = now_ns
-            self._tell(message.received_ns)
-            # As it was recorded: nothing is read or serialised again.
-            self._publishers[message.topic].publish(bytes(message.raw))
-            lateness.add((now_ns - due_ns) * 1e-9)
-            count += 1
+        with ReadAhead(self._bag.messages(set(self._publishers)), AHEAD) as messages:
+            for message in messages:
+                due_ns = began_ns + message.received_ns - self._bag.start_ns
+                while (now_ns := mono_ns()) < due_ns:
+                    if now_ns >= clock_ns + CLOCK_NS:
+                        clock_ns = now_ns
+                        self._tell(self._bag.start_ns + now_ns - began_ns)
+                    else:
+                        _wait(min(due_ns, clock_ns + CLOCK_NS) - now_ns, turn)
+                clock_ns = now_ns
+                self._tell(message.received_ns)
+                # As it was recorded: nothing is read or serialised again.
+                self._publishers[message.topic].publish(bytes(message.raw))
+                lateness.add((now_ns - due_ns) * 1e-9)
+                count += 1
         return Played(count, lateness.percentiles())
 
     def _tell(self, bag_ns: int) -> None:
@@ -103,43 +101,3 @@ def _wait(left_ns: int, turn: Callable[[float], None]) -> None:
         turn((left_ns - TURN_NS // 2) * 1e-9)
     elif left_ns > 0:
         time.sleep(left_ns * 1e-9)
-
-
-def ahead(items: Iterator[T], size: int) -> Iterator[T]:
-    """The same items, read up to ``size`` ahead by a thread: opening a part of a bag takes milliseconds.
-
-    :raises Exception: what reading raised, after the items before it.
-    """
-    waiting: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(size)
-    ended = threading.Event()
-
-    def put(entry: tuple[T | None, BaseException | None]) -> bool:
-        while not ended.is_set():
-            try:
-                waiting.put(entry, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def read() -> None:
-        failure: BaseException | None = None
-        try:
-            for item in items:
-                if not put((item, None)):
-                    return
-        except Exception as error:
-            failure = error
-        put((None, failure))
-
-    threading.Thread(target=read, name="phyai-bag", daemon=True).start()
-    try:
-        while True:
-            item, failure = waiting.get()
-            if failure is not None:
-                raise failure
-            if item is None:
-                return
-            yield item
-    finally:
-        ended.set()

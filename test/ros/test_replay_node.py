@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import array
-import itertools
 import math
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,9 @@ from sensor_msgs.msg import Image, JointState
 from std_msgs.msg import String
 
 from phyai_engine.config import load_robot, resolve
-from phyai_engine.errors import BagError
 from phyai_engine.replay import record as records
 from phyai_engine.replay.run_file import RunFile
 from phyai_ros import replay_node
-from phyai_ros.bag_player import ahead
 from phyai_ros.convert import to_stamp
 from phyai_ros.recorder import Recorder
 
@@ -162,33 +157,3 @@ def test_a_parameter_has_a_name_and_a_value(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         replay_node.arguments(["bag", "--robot", "arm7", "--model", "fake", "-p", "seed=3"])
     assert "'seed=3' is not NAME:=VALUE" in capsys.readouterr().err
-
-
-# -- reading ahead -----------------------------------------------------------------------------------------------------
-
-
-def test_reading_ahead_changes_nothing_but_when() -> None:
-    assert list(ahead(iter(range(1000)), 8)) == list(range(1000))
-
-
-def test_reading_ahead_is_bounded_and_ends_with_its_reader() -> None:
-    read = itertools.count()
-    items = ahead((next(read) for _ in range(10**6)), 8)
-    assert [next(items) for _ in range(3)] == [0, 1, 2]
-    items.close()
-    threads = [thread for thread in threading.enumerate() if thread.name == "phyai-bag"]
-    for thread in threads:
-        thread.join(2.0)
-    assert not any(thread.is_alive() for thread in threads)
-    assert next(read) < 20
-
-
-def test_what_reading_raised_comes_after_what_was_read() -> None:
-    def breaks_off() -> Iterator[int]:
-        yield 1
-        raise BagError("the bag breaks off")
-
-    items = ahead(breaks_off(), 8)
-    assert next(items) == 1
-    with pytest.raises(BagError, match="breaks off"):
-        next(items)
