@@ -9,7 +9,7 @@ from typing import Any
 
 from phyai_engine.config import Camera, RobotConfig
 from phyai_engine.errors import ImageError, RefusalError
-from phyai_engine.messages import compressed_to_rgb, image_to_rgb, stamp_ns
+from phyai_engine.messages import UNSTAMPED_NS, compressed_to_rgb, image_to_rgb, stamp_ns
 from phyai_engine.replay.bag import Bag
 from phyai_engine.replay.record import Camera as CameraRows
 from phyai_engine.replay.record import FrameRow, Joints
@@ -88,6 +88,7 @@ def sensors_of(bag: Bag, topics: TopicMap, robot: RobotConfig, offset_ns: int = 
             if (camera := topics.cameras.get(message.topic)) is None:
                 rows.joint_state(t_s, decoded)
             else:
-                stamp_s = (stamp_ns(decoded.header.stamp) + offset_ns - bag.start_ns) * 1e-9
+                stamp = stamp_ns(decoded.header.stamp)
+                stamp_s = (stamp + offset_ns - bag.start_ns) * 1e-9 if stamp > UNSTAMPED_NS else math.nan
                 rows.image(camera, t_s, stamp_s, decoded)
     return rows
