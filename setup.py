@@ -45,6 +45,7 @@ setup(
     extras_require={
         "engine": ["torch>=2.8", "safetensors>=0.4", "sentencepiece>=0.2", "tokenizers>=0.20"],
         "report": ["plotly>=6"],
+        "replay": ["rosbags>=0.11.9"],
         "serve": ["prometheus-client>=0.20", "starlette>=0.37", "uvicorn>=0.30"],
         "sim": ["metaworld==3.1.1", "mujoco==3.3.0", "packaging>=24"],
         "gpu": ["triton>=3.6", "flashinfer-python>=0.4"],

@@ -26,7 +26,7 @@ RUN : "${TORCH_INDEX_URL:?give --build-arg TORCH_INDEX_URL, the package index of
 # torch is there already; the pins of everything else hold.
 COPY requirements/run.txt /tmp/run.txt
 RUN sed -i '/^torch==/d' /tmp/run.txt \
-    && /opt/phyai/bin/pip install --no-cache-dir --constraint /tmp/run.txt msgspec rich safetensors typer
+    && /opt/phyai/bin/pip install --no-cache-dir --constraint /tmp/run.txt msgspec rich rosbags safetensors typer
 
 COPY . /robot/src/phyai_policy
 WORKDIR /robot

@@ -28,7 +28,7 @@ RUN : "${TORCH_INDEX_URL:?give --build-arg TORCH_INDEX_URL, the package index of
 COPY requirements/run.txt /tmp/run.txt
 RUN sed -i -E '/^(torch|numpy|scipy)==/d' /tmp/run.txt \
     && /opt/phyai/bin/pip install --no-cache-dir --constraint /tmp/run.txt \
-        metaworld msgspec mujoco packaging plotly rich safetensors typer 'numpy<2' 'scipy<1.16'
+        metaworld msgspec mujoco packaging plotly rich rosbags safetensors typer 'numpy<2' 'scipy<1.16'
 
 COPY . /robot/src/phyai_policy
 WORKDIR /robot

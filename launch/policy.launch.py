@@ -34,7 +34,7 @@ PROFILE_VARIABLES = ("FASTRTPS_DEFAULT_PROFILES_FILE", "FASTDDS_DEFAULT_PROFILES
 TRUE_OR_FALSE = ("true", "false")
 RESPAWN_DELAY_S = 1.0
 # Arguments that are parameters of policy_node; an empty one leaves the word to the parameters file.
-PARAMETERS = ("robot", "model", "engine", "engine_endpoint", "output", "instruction", "fleet_stop_topic")
+PARAMETERS = ("robot", "model", "engine", "engine_endpoint", "output", "instruction", "fleet_stop_topic", "record")
 
 # name, default, choices (none: any), description
 ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -76,6 +76,7 @@ ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         (),
         "std_msgs/Bool whose true stops every node that hears it. Empty: as in params_file; player_node: /fleet_stop.",
     ),
+    ("record", "", (), "Folder to record into; %Y%m%d-%H%M%S is filled in. Empty: as in params_file."),
 )
 
 

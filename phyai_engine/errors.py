@@ -2,6 +2,7 @@
 
     PhyaiError
     ├── ConfigError          a file or parameter a person wrote is wrong
+    ├── BagError             a bag cannot be read, or does not hold what the robot needs
     ├── ImageError           an image message cannot be decoded
     ├── RefusalError         an observation or chunk is refused; carries a Refusal code
     ├── WeightsError         a checkpoint does not hold what the model needs
@@ -59,6 +60,10 @@ class PhyaiError(Exception):
 
 class ConfigError(PhyaiError):
     """A configuration file or parameter is wrong."""
+
+
+class BagError(PhyaiError):
+    """A bag cannot be read, or does not hold what the robot needs."""
 
 
 class ImageError(PhyaiError):

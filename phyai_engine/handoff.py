@@ -12,6 +12,7 @@ delay d: d <= s <= H - d (design.md section 7).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,6 +47,13 @@ class HandoffSettings:
                 wanted=f"1..{self.horizon} (the model's horizon)",
                 do="Set the parameter execution_horizon, or 0 for half the horizon.",
             )
+
+
+def assumed_delay_steps(warm_up_ms: Sequence[float], horizon: int, dt_s: float) -> int:
+    """Inference delay before one was measured: steps of the median warm-up inference, and one more for what lies
+    outside the model; at most half a chunk."""
+    steps = math.ceil(float(np.median(warm_up_ms)) * 1e-3 / dt_s) + 1
+    return min(steps, horizon // 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

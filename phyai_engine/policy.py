@@ -75,8 +75,12 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
     loaded: Model = getattr(importlib.import_module(entry.module), entry.name).load(model)
     for swap in swapped_cameras(robot, loaded.spec.cameras):
         _log.warning("%s", swap)
-    note = f"{model.family}, {model.checkpoint}" if model.checkpoint else f"{model.family}, {entry.untrained}"
-    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded), note)
+    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded), weights_note(model))
+
+
+def weights_note(model: ModelConfig) -> str:
+    """What the weights of a model of a known family are, for people to read."""
+    return f"{model.family}, {model.checkpoint or MODELS[model.family].untrained}"
 
 
 class Policy:

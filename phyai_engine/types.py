@@ -103,6 +103,8 @@ class Observation:
     :param oldest_ros_ns: stamp of the oldest sample used; ``newest_ros_ns`` of the newest.
     :param capture_mono_ns: monotonic time of the oldest sample's stamp (converted once, at receipt).
     :param snapshot_mono_ns: monotonic time at which this observation was assembled.
+    :param image_stamps_ros_ns: camera name -> header stamp of its frame, before ``latency_offset_s``; empty where the
+        images were never messages.
     """
 
     images: Mapping[str, U8]
@@ -113,6 +115,7 @@ class Observation:
     newest_ros_ns: int
     capture_mono_ns: int
     snapshot_mono_ns: int
+    image_stamps_ros_ns: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

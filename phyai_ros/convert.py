@@ -1,70 +1,23 @@
-"""ROS messages -> numpy.
+"""numpy -> ROS messages, and what needs the ROS distribution: its cv_bridge, its controller's state.
 
-Reading a message imports neither rclpy nor a message package: any object with the message's fields will do.
-``msg.data`` of rclpy is an ``array.array``: it is viewed in place, never turned into a list.
+Messages are read by phyai_engine/messages.py, which needs no ROS.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phyai_engine.errors import ImageError, RefusalError
-from phyai_engine.images import decode_compressed, decode_raw
-from phyai_engine.types import F64, U8, Refusal
+from phyai_engine.errors import ImageError
+from phyai_engine.messages import NS, RawDecoder, image_to_rgb, view_bytes
+from phyai_engine.types import U8
 
 if TYPE_CHECKING:
     from builtin_interfaces.msg import Time
-
-_NS = 1_000_000_000
-
-UNSTAMPED_NS = 0
-"""What :func:`stamp_ns` gives for a header that nobody filled in."""
-
-
-class _Stamp(Protocol):
-    sec: int
-    nanosec: int
-
-
-class _Image(Protocol):
-    """Fields of sensor_msgs/Image."""
-
-    encoding: str
-    height: int
-    width: int
-    step: int
-    is_bigendian: Any  # uint8 in the message
-    data: Any
-
-
-class _CompressedImage(Protocol):
-    """Fields of sensor_msgs/CompressedImage."""
-
-    format: str
-    data: Any
-
-
-class _JointState(Protocol):
-    """Fields of sensor_msgs/JointState; rclpy declares the arrays wider than they are, hence Any."""
-
-    name: Any
-    position: Any
-    velocity: Any
-
-
-RawDecoder = Callable[[Any], U8]
-"""sensor_msgs/Image -> [h, w, 3] uint8 RGB; raises ImageError."""
-
-
-def stamp_ns(stamp: _Stamp) -> int:
-    """A builtin_interfaces/Time in nanoseconds; :data:`UNSTAMPED_NS` when it was left at zero."""
-    return stamp.sec * _NS + stamp.nanosec
 
 
 def to_stamp(ros_ns: int) -> Time:
@@ -72,100 +25,12 @@ def to_stamp(ros_ns: int) -> Time:
 
     :raises ValueError: outside the message's range (int32 seconds).
     """
-    from builtin_interfaces.msg import Time  # noqa: PLC0415 - the other functions work without message packages
+    from builtin_interfaces.msg import Time  # noqa: PLC0415 - choose_decoder works without message packages
 
-    sec, nanosec = divmod(ros_ns, _NS)
+    sec, nanosec = divmod(ros_ns, NS)
     if not -(2**31) <= sec < 2**31:
         raise ValueError(f"{ros_ns} ns does not fit a ROS time stamp (int32 seconds)")
     return Time(sec=sec, nanosec=nanosec)
-
-
-def view_bytes(buffer: Any) -> U8:
-    """The bytes of ``msg.data`` as [n] uint8, without a copy.
-
-    :raises ImageError: it is no buffer of single bytes (a list, an array of another item type).
-    """
-    try:
-        view = memoryview(buffer)
-    except TypeError:
-        raise ImageError(
-            "the image has no byte buffer",
-            got=type(buffer).__name__,
-            wanted="array.array, bytes or uint8 array",
-        ) from None
-    if view.itemsize != 1 or not view.c_contiguous:
-        raise ImageError(
-            "the image has no byte buffer",
-            got=f"items of {view.itemsize} bytes",
-            wanted="contiguous single bytes",
-        )
-    return np.frombuffer(view, dtype=np.uint8)
-
-
-def image_to_rgb(msg: _Image) -> U8:
-    """sensor_msgs/Image -> [h, w, 3] uint8 RGB; unpadded rgb8 stays a view of the message.
-
-    :raises ImageError: unknown encoding, impossible size or step, too few bytes.
-    """
-    return decode_raw(msg.encoding, msg.height, msg.width, msg.step, bool(msg.is_bigendian), view_bytes(msg.data))
-
-
-def compressed_to_rgb(msg: _CompressedImage) -> U8:
-    """sensor_msgs/CompressedImage -> [h, w, 3] uint8 RGB.
-
-    :raises ImageError: another codec, a damaged or oversized file.
-    """
-    return decode_compressed(msg.format, view_bytes(msg.data))
-
-
-def joint_state_to_arrays(
-    msg: _JointState, *, topic: str = "joint_states", needed: Collection[str] | None = None
-) -> tuple[tuple[str, ...], F64, F64 | None]:
-    """sensor_msgs/JointState -> (names, positions [n], velocities [n] or None), in the message's order.
-
-    Velocities may be left out; one that is NaN or infinite is unknown and becomes NaN. A position may not.
-
-    :param needed: joints whose position must be finite; None means all. Others may hold anything.
-    :raises RefusalError: MALFORMED for repeated names or arrays of another length than ``name``; NOT_FINITE.
-    """
-    names = tuple(msg.name)
-    if len(set(names)) != len(names):
-        twice = sorted({n for n in names if names.count(n) > 1})
-        raise RefusalError(
-            Refusal.MALFORMED,
-            f"joint names stand twice: {', '.join(twice)}",
-            where=topic,
-            do="Two drivers may share the topic, but one message must name a joint once.",
-        )
-    positions = _floats(msg.position, len(names), "position", topic)
-    velocities = _floats(msg.velocity, len(names), "velocity", topic) if len(msg.velocity) else None
-    if velocities is not None and not np.isfinite(velocities).all():
-        velocities = np.where(np.isfinite(velocities), velocities, np.nan)
-    if not np.isfinite(positions).all():
-        for name, position in zip(names, positions, strict=True):
-            if not math.isfinite(position) and (needed is None or name in needed):
-                raise RefusalError(
-                    Refusal.NOT_FINITE,
-                    f"position of joint {name!r}",
-                    got=position,
-                    wanted="a finite number",
-                    where=topic,
-                )
-    return names, positions, velocities
-
-
-def _floats(values: Sequence[float] | Any, length: int, field: str, topic: str) -> F64:
-    """[length] float64: a view where the message holds doubles."""
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != (length,):
-        raise RefusalError(
-            Refusal.MALFORMED,
-            f"{field} does not fit the joint names",
-            got=f"{array.size} values",
-            wanted=f"{length}, one per name",
-            where=topic,
-        )
-    return array
 
 
 # -- choice of the decoder -----------------------------------------------------------------------------------
@@ -191,7 +56,7 @@ def choose_decoder(decoder: str = "auto") -> tuple[RawDecoder, str]:
     except Exception as error:  # a broken binary raises anything from ImportError to SystemError
         return image_to_rgb, f"own decoder: cv_bridge does not import ({type(error).__name__}: {error})"
 
-    def bridged(msg: _Image) -> U8:
+    def bridged(msg: Any) -> U8:
         if msg.encoding not in _BRIDGED:
             return image_to_rgb(msg)
         view_bytes(msg.data)  # the same refusal as ours for what is no image
@@ -208,7 +73,7 @@ def choose_decoder(decoder: str = "auto") -> tuple[RawDecoder, str]:
     )
 
 
-def _probe_images() -> Iterable[_Image]:
+def _probe_images() -> Iterable[Any]:
     """Small images whose bytes all differ from their neighbours."""
     for encoding in _BRIDGED:
         channels = {"mono8": 1, "rgb8": 3, "bgr8": 3}.get(encoding, 4)
@@ -225,7 +90,7 @@ def _probe_images() -> Iterable[_Image]:
             )
 
 
-def _first_difference(other: RawDecoder, images: Iterable[_Image]) -> str:
+def _first_difference(other: RawDecoder, images: Iterable[Any]) -> str:
     """Where ``other`` and our decoder first disagree, in words; empty when nowhere."""
     for msg in images:
         size = f"{msg.encoding} {msg.width}x{msg.height} with step {msg.step}"

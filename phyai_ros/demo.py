@@ -7,48 +7,42 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import rclpy
-from lifecycle_msgs.msg import Transition
-from lifecycle_msgs.srv import ChangeState
 from rcl_interfaces.msg import Parameter, ParameterType, ParameterValue
 from rcl_interfaces.srv import SetParameters
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from std_srvs.srv import Trigger
 
 from phyai_engine.config import config_dir, load_robot, resolve
-from phyai_engine.errors import EngineTimeoutError, PhyaiError
+from phyai_engine.errors import PhyaiError
 from phyai_engine.replay.report import write_report, write_summary
 from phyai_engine.types import SafetyState
 from phyai_ros.demo_checks import check
+from phyai_ros.processes import WAIT_S, Processes
 from phyai_ros.watch import Watch
 
 POLICY, SIM = "policy_node", "sim_robot"
-WAIT_S = 60.0
 
 
 class Scenario:
-    """Runs the processes and the story; :attr:`watch` holds what was heard."""
+    """Runs the processes and the story; :attr:`watch` holds what was heard.
 
-    def __init__(self, node: Node, watch: Watch, out: Path, robot: str, model: str, console: Console) -> None:
+    :param record: folder that the policy node records into; None for no recording.
+    """
+
+    def __init__(
+        self, node: Node, watch: Watch, out: Path, robot: str, model: str, console: Console, record: Path | None = None
+    ) -> None:
         self.watch = watch
-        self.exit_codes: dict[str, int] = {}
-        self._node, self._out, self._robot, self._model, self._console = node, out, robot, model, console
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._executor = SingleThreadedExecutor()
-        self._executor.add_node(node)
+        self.processes = Processes(node, out, self._refresh)
+        self._robot, self._model, self._console, self._record = robot, model, console, record
         self._live: Live | None = None
         self._phase = ""
         self._line_due_s = 0.0
@@ -63,21 +57,12 @@ class Scenario:
             if self._console.is_terminal:
                 self._live = stack.enter_context(Live(self._view(), console=self._console, refresh_per_second=4))
             self._phase = "starting the simulated robot and the policy node"
-            self._start(SIM, "phyai_ros.sim_node", robot=self._robot)
-            params = str(config_dir() / "profiles" / "demo.yaml")
-            self._start(
-                POLICY,
-                "phyai_ros.policy_node",
-                params,
-                robot=self._robot,
-                model=self._model,
-                instruction="reach the goal",
-            )
-            self.until(lambda: bool(watch.frames_of("front")), WAIT_S, "the first camera frame")
+            self._start()
+            self.processes.until(lambda: bool(watch.sensors.arrivals("front")), WAIT_S, "the first camera frame")
             self._phase = "configure: loading the model and warming up"
-            self._transition(Transition.TRANSITION_CONFIGURE)
-            self._transition(Transition.TRANSITION_ACTIVATE)
-            self.until(lambda: self._is(SafetyState.RUNNING), WAIT_S, "the first action")
+            self._transition("configure")
+            self._transition("activate")
+            self._until(SafetyState.RUNNING, WAIT_S, "the first action")
             self._play("the policy drives the robot", 2 * share)
             self._drop_camera("wrist")
             self._play("recovered, driving again", share)
@@ -86,56 +71,39 @@ class Scenario:
             self._play("re-armed, driving again in a new epoch", share)
             self._phase = "deactivate: a controlled stop"
             watch.event("stop", "deactivate")
-            self._transition(Transition.TRANSITION_DEACTIVATE)
-            self._spin(0.5)
+            self._transition("deactivate")
+            self.processes.spin(0.5)
             self._phase = "done"
             self._refresh()
 
-    def stop(self) -> None:
-        """SIGINT to both processes, bounded; SIGKILL to what does not end. Fills :attr:`exit_codes`."""
-        for name, process in self._processes.items():
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            try:
-                self.exit_codes[name] = process.wait(timeout=10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                self.exit_codes[name] = process.wait(timeout=5.0)
-        self._executor.shutdown(timeout_sec=1.0)
-
-    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """Spin until ``condition`` holds.
-
-        :raises EngineTimeoutError: it does not within ``seconds``.
-        :raises PhyaiError: a process ended meanwhile.
-        """
-        end = time.monotonic() + seconds
-        while not condition():
-            self._spin_once()
-            if time.monotonic() > end:
-                raise EngineTimeoutError(f"no {what}", got=f"nothing within {seconds:.0f} s", do=self._logs())
-
-    def imports_torch(self, name: str) -> bool:
-        """True when torch's library is mapped into the process (the node must never load it)."""
-        pid = self._processes[name].pid
-        return "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-
     # ---- the acts -------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self.processes.start(SIM, "phyai_ros.sim_node", robot=self._robot)
+        self.processes.start(
+            POLICY,
+            "phyai_ros.policy_node",
+            str(config_dir() / "profiles" / "demo.yaml"),
+            robot=self._robot,
+            model=self._model,
+            instruction="reach the goal",
+            **({} if self._record is None else {"record": self._record.absolute()}),
+        )
 
     def _play(self, phase: str, seconds: float) -> None:
         self._phase = phase
-        self._spin(seconds)
+        self.processes.spin(seconds)
 
     def _drop_camera(self, camera: str) -> None:
         watch = self.watch
         self._phase = f"camera {camera} is switched off"
         watch.event("camera", f"{camera} off")
         self._set_drop(camera, 1.0)
-        self.until(lambda: self._is(SafetyState.HOLDING), 10.0, "hold after the camera dropout")
-        self._spin(1.0)
+        self._until(SafetyState.HOLDING, 10.0, "hold after the camera dropout")
+        self.processes.spin(1.0)
         watch.event("camera", f"{camera} on")
         self._set_drop(camera, 0.0)
-        self.until(lambda: self._is(SafetyState.RUNNING), 10.0, "recovery after the camera came back")
+        self._until(SafetyState.RUNNING, 10.0, "recovery after the camera came back")
         watch.event("note", "recovered")
 
     def _abort(self) -> None:
@@ -143,93 +111,38 @@ class Scenario:
         self._phase = "~/abort"
         watch.aborted_epoch = watch.epoch
         # Counted from the moment of the call, not from looking the service up.
-        response = self._trigger("abort", lambda: watch.event("abort", "~/abort called"))
+        response = self.processes.trigger(POLICY, "abort", lambda: watch.event("abort", "~/abort called"))
         watch.abort_reply_s = watch.now_s - watch.events[-1].t_s
         watch.event("note", f"abort answered after {watch.abort_reply_s * 1e3:.1f} ms: {response.message}")
-        self.until(lambda: self._is(SafetyState.LATCHED), 5.0, "latched state after the abort")
-        self._spin(1.5)
+        self._until(SafetyState.LATCHED, 5.0, "latched state after the abort")
+        self.processes.spin(1.5)
 
     def _rearm(self) -> None:
         self._phase = "~/rearm"
-        response = self._trigger("rearm")
+        response = self.processes.trigger(POLICY, "rearm")
         end = time.monotonic() + 10.0
         while not response.success and time.monotonic() < end:  # refused without a fresh observation, rightly
             self.watch.event("note", f"re-arm refused: {response.message}")
-            self._spin(0.2)
-            response = self._trigger("rearm")
+            self.processes.spin(0.2)
+            response = self.processes.trigger(POLICY, "rearm")
         if not response.success:
             raise PhyaiError("re-arm was refused", got=response.message)
         self.watch.event("rearm", response.message)
-        self.until(lambda: self._is(SafetyState.RUNNING), 10.0, "motion after the re-arm")
+        self._until(SafetyState.RUNNING, 10.0, "motion after the re-arm")
 
-    # ---- processes and services -----------------------------------------------------------------------------------
-
-    def _start(self, name: str, module: str, params_file: str = "", **parameters: str) -> None:
-        command = [sys.executable, "-m", module, "--ros-args", "-r", f"__node:={name}"]
-        if params_file:
-            command += ["--params-file", params_file]
-        for key, value in parameters.items():
-            command += ["-p", f"{key}:={value}"]
-        log = (self._out / f"{name}.log").open("wb")
-        # A session of its own: Ctrl-C in the terminal reaches the demo, which then stops the processes in order.
-        self._processes[name] = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        log.close()
-
-    def _call(
-        self, kind: Any, name: str, request: Any, seconds: float, calling: Callable[[], None] = lambda: None
-    ) -> Any:
-        client = self._node.create_client(kind, name)
-        try:
-            self.until(client.service_is_ready, WAIT_S, f"service {name}")
-            calling()
-            future = client.call_async(request)
-            self.until(future.done, seconds, f"answer of {name}")
-            return future.result()
-        finally:
-            self._node.destroy_client(client)
-
-    def _transition(self, number: int) -> None:
-        request = ChangeState.Request(transition=Transition(id=number))
-        began = time.monotonic()
-        response = self._call(ChangeState, f"{POLICY}/change_state", request, 180.0)
-        label = {1: "configure", 3: "activate", 4: "deactivate"}[number]
-        if not response.success:
-            raise PhyaiError(f"{label} failed", do=self._logs())
-        self.watch.event("lifecycle", f"{label} took {time.monotonic() - began:.3f} s")
-
-    def _trigger(self, service: str, calling: Callable[[], None] = lambda: None) -> Any:
-        return self._call(Trigger, f"{POLICY}/{service}", Trigger.Request(), 5.0, calling)
+    def _transition(self, label: str) -> None:
+        self.watch.event("lifecycle", f"{label} took {self.processes.transition(POLICY, label):.3f} s")
 
     def _set_drop(self, camera: str, probability: float) -> None:
         value = ParameterValue(type=ParameterType.PARAMETER_DOUBLE, double_value=probability)
         request = SetParameters.Request(parameters=[Parameter(name=f"drop.{camera}", value=value)])
-        self._call(SetParameters, f"{SIM}/set_parameters", request, 5.0)
+        self.processes.call(SetParameters, f"{SIM}/set_parameters", request, 5.0)
 
-    def _is(self, state: SafetyState) -> bool:
-        return self.watch.status is not None and self.watch.status.safety_state == state
-
-    def _logs(self) -> str:
-        lines = []
-        for name in self._processes:
-            tail = (self._out / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-            lines.append(f"Last lines of {name}.log:\n  " + "\n  ".join(tail))
-        return "\n".join(lines)
+    def _until(self, state: SafetyState, seconds: float, what: str) -> None:
+        watch = self.watch
+        self.processes.until(lambda: watch.status is not None and watch.status.safety_state == state, seconds, what)
 
     # ---- the view -------------------------------------------------------------------------------------------------
-
-    def _spin(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._spin_once()
-
-    def _spin_once(self) -> None:
-        self._executor.spin_once(timeout_sec=0.05)
-        for name, process in self._processes.items():
-            if process.poll() is not None:
-                raise PhyaiError(f"{name} ended with exit code {process.returncode}", do=self._logs())
-        self._refresh()
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -259,6 +172,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--robot", default="metaworld_sawyer", help="robot file or name")
     parser.add_argument("--model", default="pi05_demo", help="model file or name")
     parser.add_argument("--seconds", type=float, default=20.0, help="about this much motion")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="have the policy node record into a new folder")
     options = parser.parse_args(args)
     options.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -266,19 +180,19 @@ def main(args: list[str] | None = None) -> int:
     rclpy.init()
     node = Node("demo")
     watch = Watch(node, robot, POLICY)
-    scenario = Scenario(node, watch, options.out, options.robot, options.model, console)
+    scenario = Scenario(node, watch, options.out, options.robot, options.model, console, options.record)
     torch_in_node = False
     error = ""
     try:
         scenario.run(options.seconds)
-        torch_in_node = scenario.imports_torch(POLICY)
+        torch_in_node = scenario.processes.imports_torch(POLICY)
     except (PhyaiError, KeyboardInterrupt) as caught:
         error = str(caught) or "interrupted"
     finally:
-        scenario.stop()
+        scenario.processes.stop()
         node.destroy_node()
         rclpy.try_shutdown()
-    return _finish(console, watch, options.out, scenario.exit_codes, torch_in_node, error)
+    return _finish(console, watch, options.out, scenario.processes.exit_codes, torch_in_node, error)
 
 
 def _finish(

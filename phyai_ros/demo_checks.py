@@ -44,7 +44,7 @@ def check(watch: Watch, exit_codes: dict[str, int], torch_in_node: bool, error: 
 
 
 def _moved(watch: Watch) -> Invariant:
-    rows = np.array([list(row.values()) for _, row in watch.joint_rows if len(row) == len(watch.joint_rows[-1][1])])
+    rows = np.array(watch.sensors.joints().positions)
     span = float(np.ptp(rows, axis=0).max()) if len(rows) else 0.0
     return Invariant("the robot moved", span > 0.01, f"largest joint travel {span:.3f} rad or m")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phyai_engine.errors import EngineError
-from phyai_engine.serve.client import EngineClient, EngineHello, Event
+from phyai_engine.serve.client import Answered, EngineClient, EngineHello, Event
 from phyai_engine.serve.restart import restart
 from phyai_engine.timing import mono_ns
-from phyai_engine.types import Request
+from phyai_engine.types import Chunk, Request
 from phyai_ros.diagnostics import in_ms
 
 
@@ -28,6 +28,9 @@ class Engine:
         self._make, self._progress, self._give_up = make, progress, give_up
         self._memory_bytes = 0
         self._hello: EngineHello | None = None
+        self.asked: Callable[[Request], object] = lambda request: None
+        """Told of every request, on the executor thread, as ``answered`` is of every chunk."""
+        self.answered: Callable[[Chunk], object] = lambda chunk: None
 
     def start(self) -> EngineHello:
         """Start the first client.
@@ -77,6 +80,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """See :meth:`EngineClient.submit`."""
         self.client.submit(request)
+        self.asked(request)
 
     def cancel(self, epoch: int) -> None:
         """See :meth:`EngineClient.cancel`."""
@@ -84,7 +88,11 @@ class Engine:
 
     def poll(self) -> Sequence[Event]:
         """See :meth:`EngineClient.poll`."""
-        return self.client.poll()
+        events = self.client.poll()
+        for event in events:
+            if isinstance(event, Answered):
+                self.answered(event.chunk)
+        return events
 
     @property
     def notes(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Subscriptions of one robot file, feeding the observation buffer.
 
-QoS follows ros2.md: sensors are taken best effort and shallow, so that any publisher matches. Every image or joint
-message that cannot be used is counted with its reason and never ends the node.
+QoS follows ros2.md: sensors are taken best effort and shallow, so that any publisher matches. What a message does to
+the buffer is phyai_engine/control/intake.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
 
 from phyai_engine.config import Camera, RobotConfig
-from phyai_engine.control.observation_buffer import ObservationBuffer, Put
-from phyai_engine.errors import ImageError, RefusalError
+from phyai_engine.control.intake import Intake
+from phyai_engine.control.observation_buffer import ObservationBuffer
+from phyai_engine.messages import RawDecoder, image_to_rgb
 from phyai_engine.timing import ClockOffset
-from phyai_ros.convert import (
-    RawDecoder,
-    compressed_to_rgb,
-    joint_state_to_arrays,
-    stamp_ns,
-)
 from phyai_ros.spin import Guard
 from phyai_ros.topics import SENSOR_QOS
+
+Tap = Callable[[str, type[Any]], Callable[[bytes], Any]]
+"""Topic and type of a subscription -> what gives the message for the bytes that arrived, and keeps them."""
 
 
 class JointInputs:
@@ -40,6 +38,7 @@ class JointInputs:
     :param guard: wraps a callback so that an exception stops the robot instead of the process.
     :param active: False while the node is not active: messages are then dropped before any decoding.
     :param on_jump: called with a sentence when the stamps of all inputs went back together.
+    :param tap: takes every message as it arrived, for a recording.
     """
 
     def __init__(
@@ -51,10 +50,13 @@ class JointInputs:
         *,
         active: Callable[[], bool],
         on_jump: Callable[[str], object],
+        decode_raw: RawDecoder = image_to_rgb,
+        tap: Tap | None = None,
     ) -> None:
         self.faults: dict[str, str] = {}
         """Topic -> why nothing can be heard there."""
-        self._node, self._buffer, self._active, self._on_jump = node, buffer, active, on_jump
+        self._node, self._active, self._tap = node, active, tap
+        self._intake = Intake(buffer, decode_raw, on_jump=on_jump, on_refused=self._warn)
         topics = dict.fromkeys(entry.topic for entry in robot.state)
         self._subscriptions = [self._subscribe(JointState, t, guard(partial(self._on_joints, t))) for t in topics]
 
@@ -76,40 +78,26 @@ class JointInputs:
         return self._node.create_subscription(
             kind,
             topic,
-            heard,
+            self._tapped(kind, topic, heard),
             SENSOR_QOS,
             event_callbacks=SubscriptionEventCallbacks(incompatible_qos=incompatible),
             qos_overriding_options=QoSOverridingOptions.with_default_policies(),
+            raw=self._tap is not None,
         )
+
+    def _tapped(self, kind: Any, topic: str, callback: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The callback of a subscription that is raw where there is a tap: one copy of a frame, not a second one."""
+        if self._tap is None:
+            return callback
+        take = self._tap(topic, kind)
+        return lambda content: callback(take(content))
 
     def _on_joints(self, topic: str, msg: JointState) -> None:
-        if not self._active():
-            return
-        clocks = ClockOffset.sample(self._now_ros_ns, tries=1)
-        try:
-            names, positions, velocities = joint_state_to_arrays(msg, topic=topic, needed=self._buffer.needed(topic))
-        except RefusalError as error:
-            self._reject(topic, error, clocks)
-            return
-        self._took(
-            self._buffer.put_joints(
-                topic,
-                names,
-                positions,
-                velocities,
-                stamp_ns(msg.header.stamp),
-                received_ros_ns=clocks.ros_ns,
-                received_mono_ns=clocks.mono_ns,
-            )
-        )
+        if self._active():
+            self._intake.joints(topic, msg, ClockOffset.sample(self._now_ros_ns, tries=1))
 
-    def _took(self, put: Put) -> None:
-        if put is Put.JUMPED:
-            self._on_jump("the stamps of all inputs went backwards together (a looped bag?)")
-
-    def _reject(self, stream: str, error: ImageError | RefusalError, clocks: ClockOffset) -> None:
-        self._buffer.put_refused(stream, error, clocks.mono_ns)
-        self._node.get_logger().warning(f"{stream}: {error}", throttle_duration_sec=2.0)
+    def _warn(self, stream: str, reason: str) -> None:
+        self._node.get_logger().warning(f"{stream}: {reason}", throttle_duration_sec=2.0)
 
     def _now_ros_ns(self) -> int:
         return int(self._node.get_clock().now().nanoseconds)
@@ -129,34 +117,18 @@ class Inputs(JointInputs):
         active: Callable[[], bool],
         on_instruction: Callable[[str], None],
         on_jump: Callable[[str], object],
+        tap: Tap | None = None,
     ) -> None:
-        super().__init__(node, robot, buffer, guard, active=active, on_jump=on_jump)
-        self._decode_raw = decode_raw
+        super().__init__(node, robot, buffer, guard, active=active, on_jump=on_jump, decode_raw=decode_raw, tap=tap)
         self._subscriptions += [self._camera(camera, guard) for camera in robot.cameras]
-        instruction = guard(lambda msg: on_instruction(msg.data))
-        self._subscriptions.append(node.create_subscription(String, "~/instruction", instruction, QoSProfile(depth=1)))
+        topic, qos = "~/instruction", QoSProfile(depth=1)
+        instruction = self._tapped(String, topic, guard(lambda msg: on_instruction(msg.data)))
+        self._subscriptions.append(node.create_subscription(String, topic, instruction, qos, raw=tap is not None))
 
     def _camera(self, camera: Camera, guard: Guard) -> Any:
-        kind, decode = (
-            (CompressedImage, compressed_to_rgb) if camera.transport == "compressed" else (Image, self._decode_raw)
-        )
-        return self._subscribe(kind, camera.topic, guard(partial(self._on_image, camera.name, decode)))
+        kind = CompressedImage if camera.transport == "compressed" else Image
+        return self._subscribe(kind, camera.topic, guard(partial(self._on_image, camera)))
 
-    def _on_image(self, name: str, decode: Callable[[Any], Any], msg: Any) -> None:
-        if not self._active():
-            return
-        clocks = ClockOffset.sample(self._now_ros_ns, tries=1)
-        try:
-            image = decode(msg)
-        except ImageError as error:
-            self._reject(name, error, clocks)
-            return
-        self._took(
-            self._buffer.put_image(
-                name,
-                image,
-                stamp_ns(msg.header.stamp),
-                received_ros_ns=clocks.ros_ns,
-                received_mono_ns=clocks.mono_ns,
-            )
-        )
+    def _on_image(self, camera: Camera, msg: Any) -> None:
+        if self._active():
+            self._intake.image(camera, msg, ClockOffset.sample(self._now_ros_ns, tries=1))

@@ -63,6 +63,25 @@ def trajectory(
     return message
 
 
+def action_chunk(robot: RobotConfig, chunk: Chunk, stamp_ros_ns: int) -> ActionChunk:
+    """A chunk as the engine answered it, all H rows; nothing is said of when it is to be played."""
+    message = ActionChunk(
+        robot_id=robot.robot_id,
+        joint_names=list(robot.action_names),
+        action_type=int(robot.kind),
+        dt=to_duration(robot.dt_s),
+        horizon=len(chunk.actions),
+        actions=array.array("d", chunk.actions.ravel().tolist()),
+        epoch=chunk.epoch,
+        chunk_id=chunk.chunk_id,
+        oldest_observation=to_stamp(chunk.oldest_ros_ns),
+        newest_observation=to_stamp(chunk.newest_ros_ns),
+        predicted_margin_s=math.nan,
+    )
+    message.header.stamp = to_stamp(stamp_ros_ns)
+    return message
+
+
 class StepsOutput:
     """``~/step`` on every tick, and the robot's own command interface when the robot file names one."""
 
@@ -317,8 +336,6 @@ class ChunksOutput:
 
     def __init__(self, robot: RobotConfig, publish: Publish, now_ros_ns: Now) -> None:
         self._robot, self._publish, self._now = robot, publish, now_ros_ns
-        self._names = list(robot.action_names)
-        self._dt = to_duration(robot.dt_s)
         self._reported: int | None = None
         self._offset = 0  # the player's count minus ours
         self._heard_mono_ns = 0
@@ -379,24 +396,12 @@ class ChunksOutput:
         """The player node publishes the commands."""
 
     def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
-        message = ActionChunk(
-            robot_id=self._robot.robot_id,
-            joint_names=self._names,
-            action_type=int(self._robot.kind),
-            dt=self._dt,
-            horizon=len(chunk.actions),
-            first_valid_step=facts.row,
-            base_step=max(0, base_step + self._offset),
-            execution_horizon=facts.execution_steps,
-            actions=array.array("d", chunk.actions.ravel().tolist()),
-            epoch=chunk.epoch,
-            chunk_id=chunk.chunk_id,
-            oldest_observation=to_stamp(chunk.oldest_ros_ns),
-            newest_observation=to_stamp(chunk.newest_ros_ns),
-            predicted_margin_s=facts.m_cond_s,
-            validity=to_duration(len(chunk.actions) * self._robot.dt_s),
-        )
-        message.header.stamp = to_stamp(self._now())
+        message = action_chunk(self._robot, chunk, self._now())
+        message.first_valid_step = facts.row
+        message.base_step = max(0, base_step + self._offset)
+        message.execution_horizon = facts.execution_steps
+        message.predicted_margin_s = facts.m_cond_s
+        message.validity = to_duration(len(chunk.actions) * self._robot.dt_s)
         self._sent, self._sent_mono_ns, self._rejection = (chunk.epoch, chunk.chunk_id), mono_ns(), None
         self._publish("chunk", message)
 

@@ -158,6 +158,12 @@ class NodeParameters:
         "Decoder of raw images: cv_bridge when its self-check passes, or always our own.",
         choices=("auto", "own"),
     )
+    record: str = _row(
+        "", "Folder to record into, made at configure; %Y%m%d-%H%M%S and the like are filled in. Empty: no recording."
+    )
+    record_max_mib: int = _row(
+        4096, "Bound of that folder; a recording that reaches it ends there [MiB].", low=16, high=10_000_000
+    )
     on_exception: str = _row(
         "latch",
         "After an exception in a callback: stop and latch, or stop and exit.",

@@ -24,12 +24,13 @@ from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import HandoffSettings
+from phyai_engine.messages import stamp_ns
 from phyai_engine.safety import Safety
 from phyai_engine.timing import mono_ns
 from phyai_engine.types import F64, AbortCause, Chunk, Refusal, SafetyState, Schedule, StageTimings
 from phyai_engine.watchdog import Watchdogs, WatchdogSettings, late_tick
 from phyai_ros import parameters
-from phyai_ros.convert import stamp_ns, to_stamp
+from phyai_ros.convert import to_stamp
 from phyai_ros.fleet_stop import FleetStop
 from phyai_ros.inputs import JointInputs
 from phyai_ros.outputs import StepsOutput

@@ -6,14 +6,13 @@ leaves nothing behind and a hundred cycles leak nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from phyai_policy.msg import ChunkStatus, ChunkTiming
 from rclpy.clock import JumpThreshold, TimeJump
 from rclpy.duration import Duration
@@ -26,7 +25,8 @@ from phyai_engine.control.control_loop import ControlLoop, LoopSettings
 from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineRefusedError
-from phyai_engine.handoff import HandoffSettings
+from phyai_engine.handoff import HandoffSettings, assumed_delay_steps
+from phyai_engine.messages import stamp_ns
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
@@ -34,11 +34,12 @@ from phyai_engine.types import F64, AbortCause, Schedule
 from phyai_engine.watchdog import Watchdogs
 from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros import parameters
-from phyai_ros.convert import choose_decoder, controller_state_type, stamp_ns, to_stamp
+from phyai_ros.convert import choose_decoder, controller_state_type, to_stamp
 from phyai_ros.diagnostics import Facts, chunk_timing
 from phyai_ros.engine import Engine
 from phyai_ros.inputs import Inputs
 from phyai_ros.outputs import ACKNOWLEDGE_S, ChunksOutput, StepsOutput, TrajectoryOutput
+from phyai_ros.recording import Recording
 from phyai_ros.spin import Guard
 from phyai_ros.ticker import Sentry, Ticker
 from phyai_ros.topics import SENSOR_QOS, command_topics
@@ -84,6 +85,7 @@ class Session:
         self._refusal = ""  # not logged yet
         self._player_consumed = 0  # as the player elsewhere last said, as the next
         self.player_latch = 0
+        self.recording: Recording | None = None
         try:
             self._open(safety, kept, on_engine, on_instruction)
         except BaseException:
@@ -188,6 +190,8 @@ class Session:
         """The one publish path: nothing leaves while the node is not active."""
         if self.publishing:
             self._publishers[key].publish(message)
+            if self.recording is not None:
+                self.recording.sent(key, message)
 
     def apply(self, params: parameters.NodeParameters) -> None:
         """Take over the parameters that may change while configured."""
@@ -200,6 +204,7 @@ class Session:
         notes = {
             **self.notes,
             **self._engine.notes,
+            **({} if self.recording is None else self.recording.notes),
             "margins_unusable": self.sim_rate.reason,
             "stop_sent": loop.player.stop_sent,
         }
@@ -270,6 +275,8 @@ class Session:
         # Another robot, or other columns: the values mean something else there.
         same = kept and (kept[0].robot_id, kept[0].action_names) == (robot.robot_id, robot.action_names)
         self._make_loop(safety, kept[1] if kept and same else None, hello, output)
+        if params.record:
+            self._record(robot_file, model)
         inputs = Inputs(
             node,
             robot,
@@ -279,7 +286,10 @@ class Session:
             active=lambda: self.publishing,
             on_instruction=on_instruction,
             on_jump=partial(self._abort, AbortCause.CLOCK_JUMP),
+            tap=None if self.recording is None else self.recording.tap,
         )
+        if self.recording is not None:
+            self.recording.start()
         self.faults = inputs.faults
         self._stack.callback(inputs.destroy)
         # The handle must stay alive: the callback dies with it.
@@ -290,6 +300,14 @@ class Session:
         )
         jumps = node.get_clock().create_jump_callback(threshold, post_callback=self._jumped)
         self._stack.callback(jumps.unregister)
+
+    def _record(self, robot_file: Path, model: ModelConfig) -> None:
+        published = {key: (p.msg_type, p.topic_name) for key, p in self._publishers.items()}
+        self.recording = recording = Recording(
+            self._node, self.params, self.robot, robot_file, model, published, lambda: self.publishing
+        )
+        self._stack.callback(recording.close)
+        self._engine.asked, self._engine.answered = recording.asked, recording.answered
 
     def _start_engine(self, model: ModelConfig, on_engine: Callable[[], None]) -> EngineHello:
         node, params, log = self._node, self.params, self._node.get_logger()
@@ -367,7 +385,7 @@ class Session:
             horizon=horizon,
             execution_steps=params.execution_horizon or max(1, horizon // 2),
             dt_s=robot.dt_s,
-            delay_init_steps=params.delay_init_steps or _warm_delay(hello, robot.dt_s),
+            delay_init_steps=params.delay_init_steps or assumed_delay_steps(hello.warm_up_ms, horizon, robot.dt_s),
             delay_window=params.delay_window,
         )
         player = Player(
@@ -418,9 +436,3 @@ class Session:
             "timing",
             chunk_timing(timing, self.robot.robot_id, to_stamp(self.now_ros_ns())),
         )
-
-
-def _warm_delay(hello: EngineHello, dt_s: float) -> int:
-    """Steps the median warm-up inference takes, and one more for what lies outside the model; at most half a chunk."""
-    steps = math.ceil(float(np.median(hello.warm_up_ms)) * 1e-3 / dt_s) + 1
-    return min(steps, hello.horizon // 2)

@@ -12,10 +12,11 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from phyai_engine.config import RobotConfig
 from phyai_engine.errors import RefusalError
+from phyai_engine.messages import stamp_ns
 from phyai_engine.sim.arm_robot import ArmRobot
 from phyai_engine.sim.robot import JointSample
 from phyai_engine.types import F64, Refusal
-from phyai_ros.convert import controller_state_type, stamp_ns, to_stamp
+from phyai_ros.convert import controller_state_type, to_stamp
 
 
 def joint_message(sample: JointSample, stamp_ros_ns: int) -> JointState:

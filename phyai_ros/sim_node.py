@@ -24,12 +24,12 @@ from trajectory_msgs.msg import JointTrajectory
 
 from phyai_engine.config import load_robot, resolve
 from phyai_engine.errors import ConfigError, RefusalError
+from phyai_engine.messages import stamp_ns
 from phyai_engine.sim import load_sim
 from phyai_engine.sim.arm_robot import ArmRobot
 from phyai_engine.sim.faults import FaultyStream
 from phyai_engine.sim.robot import CommandInput, JointSample
 from phyai_engine.types import U8
-from phyai_ros.convert import stamp_ns
 from phyai_ros.sim_cameras import CameraThread
 from phyai_ros.sim_commands import ControllerState, joint_message, read_step, read_trajectory
 from phyai_ros.sim_faults import FaultParameters

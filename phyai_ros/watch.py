@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import platform
 import time
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray
 from phyai_policy.msg import ActionStep, ChunkTiming, PolicyStatus
-from PIL import Image as Picture
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
-from sensor_msgs.msg import Image, JointState
+from sensor_msgs.msg import CompressedImage, Image, JointState
 
-from phyai_engine.config import RobotConfig
-from phyai_engine.replay.record import (
-    Camera,
-    Event,
-    EventKind,
-    FrameRow,
-    Invariant,
-    Joints,
-    Record,
-    StepRow,
-    TimingRow,
-)
+from phyai_engine.config import Camera, RobotConfig
+from phyai_engine.host import host
+from phyai_engine.messages import stamp_ns
+from phyai_engine.replay.record import Event, EventKind, Invariant, Record, StepRow, TimingRow
+from phyai_engine.replay.rows import step_row, timing_row
+from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.types import AbortCause, Refusal, SafetyState
-from phyai_ros.convert import image_to_rgb, stamp_ns
-from phyai_ros.diagnostics import OUTCOMES
 
-FRAME_EVERY_S = 1.5
-KINDS = {1: "action", 2: "hold", 3: "stop"}
 SENSOR = QoSProfile(depth=5, reliability=ReliabilityPolicy.BEST_EFFORT)
 
 
@@ -44,36 +29,44 @@ class Watch:
     """What was heard since it was made.
 
     :param policy: name of the policy node.
+    :param sensors: where they are known already (a bag that is played): no camera or joint is listened to.
     """
 
-    def __init__(self, node: Node, robot: RobotConfig, policy: str) -> None:
+    def __init__(self, node: Node, robot: RobotConfig, policy: str, *, sensors: SensorRows | None = None) -> None:
         self.robot = robot
         self.status: PolicyStatus | None = None
         self.events: list[Event] = []
         self.steps: list[StepRow] = []
         self.timings: list[TimingRow] = []
-        self.joint_rows: list[tuple[float, dict[str, float]]] = []
+        self.sensors = SensorRows(robot) if sensors is None else sensors
         self.aborted_epoch = 0
         self.abort_reply_s = float("nan")
         self._delivered: dict[str, float] = {}
         self.model = "unknown"
+        self.warm_up_s: tuple[float, ...] = ()
+        """Inferences of the warm-up; the first is the very first of the engine."""
         self._zero_s = time.monotonic()
         self._zero_ros_ns = node.get_clock().now().nanoseconds
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._arrivals: dict[str, list[tuple[float, float]]] = {c.name: [] for c in robot.cameras}
-        self._frames: list[FrameRow] = []
-        self._frame_due_s = dict.fromkeys(self._arrivals, 0.0)
-        self._positions: dict[str, float] = {}
         latched = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
         node.create_subscription(PolicyStatus, f"{policy}/status", self._on_status, latched)
         node.create_subscription(ActionStep, f"{policy}/step", self._on_step, QoSProfile(depth=100))
         node.create_subscription(ChunkTiming, f"{policy}/timing", self._on_timing, QoSProfile(depth=100))
         node.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, QoSProfile(depth=5))
+        if sensors is not None:
+            return
         for camera in robot.cameras:
-            if camera.transport == "raw":
-                node.create_subscription(Image, camera.topic, partial(self._on_image, camera.name), SENSOR)
+            kind = CompressedImage if camera.transport == "compressed" else Image
+            node.create_subscription(kind, camera.topic, partial(self._on_image, camera), SENSOR)
         for topic in dict.fromkeys(entry.topic for entry in robot.state):
             node.create_subscription(JointState, topic, self._on_joints, SENSOR)
+
+    def begin(self) -> None:
+        """The record begins now: what was heard before is forgotten, events before are put at its start."""
+        self._zero_s = time.monotonic()
+        self.events = [Event(0.0, event.kind, event.text) for event in self.events]
+        self.steps.clear()
+        self.timings.clear()
 
     @property
     def now_s(self) -> float:
@@ -88,10 +81,6 @@ class Watch:
     def event(self, kind: EventKind, text: str) -> None:
         """Note something that happened."""
         self.events.append(Event(self.now_s, kind, text))
-
-    def frames_of(self, camera: str) -> list[tuple[float, float]]:
-        """(arrival, stamp) of every frame of one camera."""
-        return self._arrivals[camera]
 
     def rows(self) -> list[tuple[str, str]]:
         """Key and value of the live view."""
@@ -136,8 +125,6 @@ class Watch:
     def record(self, invariants: list[Invariant]) -> Record:
         """Everything heard, as a record."""
         status = self.status
-        names = [n for n in (e.name for e in self.robot.state) if any(n in row for _, row in self.joint_rows)]
-        complete = [(t, row) for t, row in self.joint_rows if all(n in row for n in names)]
         return Record(
             robot_id=self.robot.robot_id,
             action_names=self.robot.action_names,
@@ -147,24 +134,13 @@ class Watch:
             placement="" if status is None else status.placement,
             schedule="" if status is None else status.schedule,
             started=self._started,
-            host=f"{_processor()}, {os.cpu_count()} cores",
+            host=host(),
             events=self.events,
             steps=self.steps,
             timings=self.timings,
-            joints=Joints(
-                names=names,
-                t_s=[t for t, _ in complete],
-                positions=[[row[n] for n in names] for _, row in complete],
-            ),
-            cameras={
-                name: Camera(
-                    t_s=[t for t, _ in arrivals],
-                    stamp_s=[s for _, s in arrivals],
-                    delivered=self._delivered.get(name, float("nan")),
-                )
-                for name, arrivals in self._arrivals.items()
-            },
-            frames=self._frames,
+            joints=self.sensors.joints(),
+            cameras=self.sensors.cameras(self._delivered),
+            frames=self.sensors.frames,
             refusals={}
             if status is None
             else {Refusal(code).name.lower(): int(n) for code, n in enumerate(status.refusals) if n},
@@ -178,51 +154,20 @@ class Watch:
                 self._delivered[name] = float(share)
 
     def _on_step(self, message: ActionStep) -> None:
-        self.steps.append(
-            StepRow(
-                t_s=self.now_s,
-                kind=KINDS[message.kind],  # type: ignore[arg-type]
-                values=list(message.values),
-                tick=message.tick,
-                epoch=message.epoch,
-                chunk_id=message.chunk_id,
-                step=message.step,
-            )
-        )
+        self.steps.append(step_row(self.now_s, message))
 
     def _on_timing(self, message: ChunkTiming) -> None:
-        outcome = next(name for name, number in OUTCOMES.items() if number == message.outcome)
-        refusal = Refusal(message.refusal).name.lower()
-        self.timings.append(TimingRow.of(self.now_s, message, outcome=outcome, refusal=refusal))
+        self.timings.append(timing_row(self.now_s, message))
 
     def _on_diagnostics(self, message: DiagnosticArray) -> None:
-        for value in message.status[0].values:
-            if value.key == "model":
-                self.model = value.value
+        said = {value.key: value.value for value in message.status[0].values}
+        self.model = said.get("model", self.model)
+        if warm_up_ms := said.get("warm_up_ms"):
+            self.warm_up_s = tuple(float(ms) * 1e-3 for ms in warm_up_ms.split(","))
 
-    def _on_image(self, camera: str, message: Image) -> None:
-        now = self.now_s
+    def _on_image(self, camera: Camera, message: Any) -> None:
         stamp_s = (stamp_ns(message.header.stamp) - self._zero_ros_ns) * 1e-9
-        self._arrivals[camera].append((now, stamp_s))
-        if now >= self._frame_due_s[camera]:
-            self._frame_due_s[camera] = now + FRAME_EVERY_S
-            picture = Picture.fromarray(np.ascontiguousarray(image_to_rgb(message)))
-            picture.thumbnail((240, 180))
-            jpeg = io.BytesIO()
-            picture.save(jpeg, "JPEG", quality=80)
-            self._frames.append(FrameRow(t_s=now, camera=camera, jpeg=jpeg.getvalue()))
+        self.sensors.image(camera, self.now_s, stamp_s, message)
 
     def _on_joints(self, message: JointState) -> None:
-        self._positions.update(zip(message.name, message.position, strict=False))
-        if not self.joint_rows or self.now_s - self.joint_rows[-1][0] > 0.05:
-            self.joint_rows.append((self.now_s, dict(self._positions)))
-
-
-def _processor() -> str:
-    """The processor's name as the kernel tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        self.sensors.joint_state(self.now_s, message)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from phyai_engine.host import processor
+
 _KIB = 1024
 
 
@@ -48,7 +50,7 @@ def environment(device: str, kernels: Mapping[str, str]) -> Environment:
     return Environment(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         host=platform.node(),
-        device=torch.cuda.get_device_name(device) if torch and device.startswith("cuda") else _processor(),
+        device=torch.cuda.get_device_name(device) if torch and device.startswith("cuda") else processor(),
         cores=cores(),
         threads=torch.get_num_threads() if torch else 0,
         python=platform.python_version(),
@@ -216,15 +218,6 @@ def _triton() -> str:
 def _loaded_torch() -> Any:
     """torch if a model brought it, else None: a model without torch is measured without it."""
     return sys.modules.get("torch")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit(folder: Path) -> str:

@@ -49,6 +49,11 @@ class _CameraInput:
     pixels: bytes = b""
     alike: int = 1  # consecutive frames with these pixels
 
+    @property
+    def offset_ns(self) -> int:
+        """What the header stamp is later than the exposure."""
+        return round(self.config.latency_offset_s * 1e9)
+
 
 @dataclass(slots=True)
 class _JointTopic:
@@ -130,7 +135,7 @@ class ObservationBuffer:
             )
             return self.put_refused(camera_name, error, received_mono_ns)
         stamp_ns, drop = self._check_stamp((camera.stream,), stamp_ros_ns, received_ros_ns)
-        stamp_ns -= round(camera.config.latency_offset_s * 1e9)
+        stamp_ns -= camera.offset_ns
         if drop is None:
             capture_ns = received_mono_ns - (received_ros_ns - stamp_ns)
             drop = camera.stream.put(Sample(stamp_ns, capture_ns, received_mono_ns, image))
@@ -153,7 +158,7 @@ class ObservationBuffer:
         received_ros_ns: int,
         received_mono_ns: int,
     ) -> Put:
-        """A JointState arrived, as :func:`phyai_ros.convert.joint_state_to_arrays` gives it.
+        """A JointState arrived, as :func:`phyai_engine.messages.joint_state_to_arrays` gives it.
 
         Any subset of the joints, in any order; joints that the robot file does not name are ignored.
 
@@ -245,6 +250,9 @@ class ObservationBuffer:
             newest_ros_ns=max(s.stamp_ros_ns for s in samples),
             capture_mono_ns=oldest.capture_mono_ns,
             snapshot_mono_ns=now_mono_ns,
+            image_stamps_ros_ns={
+                name: frame.stamp_ros_ns + self._cameras[name].offset_ns for name, frame in frames.items()
+            },
         )
 
     def newest_state(self, now_mono_ns: int) -> F64:

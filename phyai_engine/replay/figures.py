@@ -29,7 +29,7 @@ from phyai_engine.replay.look import (
 from phyai_engine.replay.record import Record, TimingRow
 from phyai_engine.replay.summary import MARGINS, STAGES, handoffs, overlapped, roofline_rows
 from phyai_engine.replay.verdict import why_no_handoffs, why_no_margins
-from phyai_engine.timing import roofline
+from phyai_engine.timing import Roofline, roofline
 
 MARGIN_NAMES = {"m_ctrl_s": "M_ctrl", "m_cond_s": "M_cond", "m_exhaust_s": "M_exhaust"}
 STAGE_NAMES = {
@@ -198,8 +198,8 @@ def stages(record: Record) -> Chart:
     return Chart("stages", title, note, keys, figure)
 
 
-def control_roofline(record: Record) -> Chart:
-    """Y over X with both bounds, every handoff and the median."""
+def control_roofline(record: Record, other: Record | None = None) -> Chart:
+    """Y over X with both bounds, every handoff and the median; of the compared run the median alone."""
     title = "Control-time roofline"
     rows = roofline_rows(handoffs(record))
     if not rows:
@@ -207,7 +207,7 @@ def control_roofline(record: Record) -> Chart:
         return Chart("roofline", title, why, (), None)
     overlap = overlapped(record)
     points = [roofline(*row, overlap=overlap) for row in rows]
-    middle = roofline(*(float(v) for v in np.median(np.array(rows), axis=0)), overlap=overlap)
+    middle = _median_roofline(rows, overlap)
     low = min(0.1, *(min(p.x, p.x_crit) / 2 for p in points))
     high = max(10.0, *(p.x * 2 for p in points))
     curve = np.geomspace(low, high, 200)
@@ -228,6 +228,17 @@ def control_roofline(record: Record) -> Chart:
         marker={"size": 13, "color": BLUE, "line": {"color": "#ffffff", "width": 2}},
         hovertemplate="median: X %{x:.2f}, Y %{y:.3f}<extra></extra>",
     )
+    keys = _roofline_keys(middle)
+    if other is not None and (seen := roofline_rows(handoffs(other))):
+        point = _median_roofline(seen, overlapped(other))
+        figure.add_scatter(
+            x=[point.x],
+            y=[point.y],
+            mode="markers",
+            marker={"symbol": "circle-open", "size": 13, "color": INK, "line": {"width": 2}},
+            hovertemplate="other run, median: X %{x:.2f}, Y %{y:.3f}<extra></extra>",
+        )
+        keys.append(Key(INK, "ring", f"other run, at its medians: X = {point.x:.2f}, Y = {point.y:.2f}"))
     dress(
         figure,
         330,
@@ -235,14 +246,22 @@ def control_roofline(record: Record) -> Chart:
         yaxis=axis("Y = L_env / L_control [1]", range=[0, 1.06]),
         shapes=[vertical(middle.x_crit, AMBER, "dash", 1.5), shade(low, 1.0, RED, 0.05)],
     )
-    keys = [
+    note = "Y = 1: the robot never waits. Below X = 1 (shaded) inference takes longer than the motion it buys."
+    return Chart("roofline", title, note, keys, figure)
+
+
+def _median_roofline(rows: Sequence[tuple[float, float, float]], overlap: bool) -> Roofline:
+    env, inference, critical = (float(value) for value in np.median(np.array(rows), axis=0))
+    return roofline(env, inference, critical, overlap=overlap)
+
+
+def _roofline_keys(middle: Roofline) -> list[Key]:
+    return [
         Key(INK, "line", "overlapped: min(1, X)"),
         Key(GREY, "dash", "sequential: X / (1 + X)"),
         Key(BLUE, "dot", f"handoffs; large: at the medians, X = {middle.x:.2f}, Y = {middle.y:.2f}"),
         Key(AMBER, "dash", f"X_crit = L_env / L_critical = {middle.x_crit:.2f}"),
     ]
-    note = "Y = 1: the robot never waits. Below X = 1 (shaded) inference takes longer than the motion it buys."
-    return Chart("roofline", title, note, keys, figure)
 
 
 def seams(record: Record) -> Chart:

@@ -73,6 +73,7 @@ summary { cursor:pointer; font-weight:600; font-size:17px; }
 .strip figcaption.action { border-color:var(--action); }
 .strip figcaption.hold { border-color:var(--hold); }
 .strip figcaption.stop { border-color:var(--bad); }
+.strip .plan { display:block; width:168px; height:46px; background:var(--soft); border-radius:4px; margin:3px 0; }
 .strip .values { color:var(--muted); font-variant-numeric:tabular-nums; }
 .strip .values span { display:inline-block; margin-right:8px; white-space:nowrap; }
 h3 { font-size:14px; margin:14px 0 0; }

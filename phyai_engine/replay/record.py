@@ -5,22 +5,26 @@ Every ``t_s`` counts from the start of the record on one clock; NaN = not measur
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from phyai_engine.errors import ConfigError
+from phyai_engine.replay.survey import Survey
 from phyai_engine.timing import Outcome, Timing
 
 VERSION = 1
 NAN = math.nan
 
 StepKind = Literal["action", "hold", "stop"]
+Mode = Literal["live", "real-time", "as-fast-as-possible", "step"]
 EventKind = Literal["lifecycle", "abort", "rearm", "stop", "camera", "instruction", "fault", "note"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
@@ -89,6 +93,27 @@ class FrameRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     jpeg: bytes
 
 
+class ChunkRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One answer of the engine, before any clamp or refusal: ``actions`` [H][A] in robot units, received at ``t_s``."""
+
+    t_s: float
+    epoch: int
+    chunk_id: int
+    actions: Sequence[Sequence[float]]
+
+
+class IdleRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One inference after the engine had nothing to do for ``idle_s``.
+
+    :param probe: asked for after the run to measure this, and no request of the control loop.
+    """
+
+    t_s: float
+    idle_s: float
+    inference_s: float
+    probe: bool = False
+
+
 class Invariant(Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that must hold, and whether it did."""
 
@@ -106,6 +131,10 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param host: processor and cores in words.
     :param refusals: count per refusal name as the node counted them: refused observations too, which make no
         TimingRow. Empty: only the refused chunks among ``timings`` are known.
+    :param mode: ``live``, or how a bag was replayed; ``bag`` its name, ``survey`` what its sensors did.
+    :param chunks: the engine's answers; ``chunk_hash`` over all of them (:func:`chunk_hash`), empty without any.
+    :param first_inference_s: the very first after the model was loaded, which no figure of the run contains.
+    :param idle: inferences after a pause of the engine; those of the control loop are among ``timings`` too.
     """
 
     version: int = VERSION
@@ -126,6 +155,13 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     frames: Sequence[FrameRow] = ()
     refusals: Mapping[str, int] = {}
     invariants: Sequence[Invariant] = ()
+    mode: Mode = "live"
+    bag: str = ""
+    survey: Survey = Survey()
+    chunks: Sequence[ChunkRow] = ()
+    chunk_hash: str = ""
+    first_inference_s: float = NAN
+    idle: Sequence[IdleRow] = ()
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Infinities become null, as NaN does: JSON has neither."""
@@ -151,6 +187,9 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         for i, step in enumerate(self.steps):
             if len(step.values) != wanted:
                 _unfit(f"steps[{i}].values", len(step.values), wanted, where)
+        for i, chunk in enumerate(self.chunks):
+            if bad := next((row for row in chunk.actions if len(row) != wanted), None):
+                _unfit(f"chunks[{i}].actions", len(bad), wanted, where)
         joints = self.joints
         if len(joints.positions) != len(joints.t_s):
             _unfit("joints.positions", len(joints.positions), len(joints.t_s), where)
@@ -165,6 +204,18 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                     len(camera.t_s),
                     where,
                 )
+
+
+def chunk_hash(chunks: Iterable[ChunkRow]) -> str:
+    """sha256 in hex over every chunk in order: its number within its epoch (uint64) and its actions (float64), both
+    little endian, rows one after the other. Equal for runs that computed the same actions, whenever they ran."""
+    digest = hashlib.sha256()
+    first: dict[int, int] = {}
+    for chunk in chunks:
+        number = chunk.chunk_id - first.setdefault(chunk.epoch, chunk.chunk_id)
+        digest.update(number.to_bytes(8, "little"))
+        digest.update(np.asarray(chunk.actions, dtype="<f8").tobytes())
+    return digest.hexdigest() if first else ""
 
 
 def _unfit(key: str, got: int, wanted: int, where: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from phyai_engine.replay import figures, tracks
 from phyai_engine.replay.look import event_colour
 from phyai_engine.replay.page import chart, document, table
 from phyai_engine.replay.record import Record, TimingRow
+from phyai_engine.replay.sensors import sensors
 from phyai_engine.replay.strip import strips
 from phyai_engine.replay.summary import STAGES, overlapped, summary, write_summary
-from phyai_engine.replay.verdict import ms, number, percent, verdict, why_no_handoffs
+from phyai_engine.replay.verdict import ms, number, passed, percent, verdict, why_no_handoffs
 
 __all__ = ["summary", "verdict", "write_report", "write_summary"]
 
@@ -30,13 +32,14 @@ def write_report(record: Record, path: Path, *, other: Record | None = None) -> 
     figures_of_run = summary(record)
     sections = [
         _head(record, figures_of_run),
+        sensors(record),
         _ran(record, figures_of_run),
         _events(record),
         "" if other is None else _compared(figures_of_run, summary(other)),
         f'<section id="margins" class="pair"><div>{chart(figures.margin_cdf(record, other))}</div>'
         f"<div>{chart(figures.margin_timeline(record))}</div></section>",
         _stages(record, figures_of_run),
-        f'<section id="loop" class="pair even"><div>{chart(figures.control_roofline(record))}</div>'
+        f'<section id="loop" class="pair even"><div>{chart(figures.control_roofline(record, other))}</div>'
         f"<div>{chart(figures.seams(record))}</div></section>",
         f'<section id="commanded">{chart(tracks.commands(record))}</section>',
         _joints(record),
@@ -52,7 +55,7 @@ def write_report(record: Record, path: Path, *, other: Record | None = None) -> 
 
 def _head(record: Record, run: dict[str, Any]) -> str:
     first, *rest = verdict(record)
-    state = {True: "pass", False: "fail", None: "unknown"}[run["ok"]]
+    state = {True: "pass", False: "fail", None: "unknown"}[passed(record, run)]
     margin, inference = run["margins"]["m_ctrl_s"], run["stages"]["l_inference_s"]
     roof = run["roofline"]
     tiles = [
@@ -69,6 +72,7 @@ def _head(record: Record, run: dict[str, Any]) -> str:
     )
     what = (record.model, f"engine {record.placement}", f"schedule {record.schedule}", record.host, record.started)
     links = {
+        **({"sensors": "Sensors"} if record.survey.inputs else {}),
         "margins": "Margins",
         "stage": "Critical path",
         "loop": "Roofline, seams",
@@ -97,6 +101,7 @@ def _ran(record: Record, run: dict[str, Any]) -> str:
         "Hardware": record.host,
         "Started": record.started,
         "Recorded": f"{run['duration_s']:.1f} s",
+        **_replayed(record),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{escape(text) or '–'}</dd>" for name, text in facts.items())
     checked = table(
@@ -112,6 +117,12 @@ def _ran(record: Record, run: dict[str, Any]) -> str:
         f'<section class="pair"><div><h2>What ran</h2><dl>{listed}</dl></div>'
         f"<div><h2>What must hold</h2>{invariants}</div></section>"
     )
+
+
+def _replayed(record: Record) -> dict[str, str]:
+    if not record.bag:
+        return {}
+    return {"Bag": record.bag, "Mode": record.mode, "Hash of all chunks": record.chunk_hash or "no chunk"}
 
 
 def _events(record: Record) -> str:
@@ -130,44 +141,65 @@ def _events(record: Record) -> str:
 
 
 def _compared(run: dict[str, Any], other: dict[str, Any]) -> str:
+    both = (run, other)
+
     def row(name: str, *path: str) -> tuple[str, str, str, str]:
-        values = []
-        for source in (run, other):
-            value: Any = source
-            for key in path:
-                value = None if value is None else value[key]
-            values.append(value)
-        left, right = values
+        left, right = (_figure(source, path) for source in both)
         change = "–" if left is None or right is None else f"{(left - right) * 1e3:+,.1f} ms".replace("-", "−")
         return name, ms(left), ms(right), change
 
-    margin, stage = ("margins", "m_ctrl_s"), "stages"
+    def words(name: str, texts: Iterable[str]) -> tuple[str, str, str, str]:
+        left, right = map(escape, texts)
+        return name, left, right, "" if left == right else "differs"
+
+    margin = ("margins", "m_ctrl_s")
+    faults = (str(len(source["survey"]["faults"])) for source in both)
     rows = [
-        ("model", escape(run["model"]), escape(other["model"]), ""),
-        ("engine, schedule", *(escape(f"{r['placement']}, {r['schedule']}") for r in (run, other)), ""),
-        ("hardware", escape(run["host"]), escape(other["host"]), ""),
+        words("model", (source["model"] for source in both)),
+        words("engine, schedule", (f"{source['placement']}, {source['schedule']}" for source in both)),
+        words("hardware", (source["host"] for source in both)),
+        words("bag, mode", (f"{source['bag'] or 'no bag'}, {source['mode']}" for source in both)),
+        words("sensor faults", faults),
+        words("hash of all chunks", (source["chunk_hash"][:16] or "–" for source in both)),
         row("margin p50", *margin, "p50"),
         row("margin p01", *margin, "p01"),
         row("margin minimum", *margin, "min"),
-        (
+        words(
             "misses",
-            *(f"{r['margins']['m_ctrl_s']['misses']} of {r['margins']['m_ctrl_s']['n']}" for r in (run, other)),
-            "",
+            (f"{_figure(source, (*margin, 'misses'))} of {_figure(source, (*margin, 'n'))}" for source in both),
         ),
-        row("inference p50", stage, "l_inference_s", "p50"),
-        row("inference p99", stage, "l_inference_s", "p99"),
-        row("L_critical p50", stage, "l_critical_s", "p50"),
-        row("L_critical p99", stage, "l_critical_s", "p99"),
+        *(
+            row(f"{figures.STAGE_NAMES.get(name, 'L_critical')} {key}", "stages", name, key)
+            for name in (*STAGES, "l_critical_s")
+            for key in ("p50", "p99")
+        ),
+        row("age p99", "age", "p99"),
+        row("first inference", "first_inference_s"),
     ]
     return f"<section><h2>Compared</h2>{table(('', 'this run', 'other run', 'difference'), rows)}</section>"
 
 
+def _figure(run: dict[str, Any], path: Sequence[str]) -> Any:
+    """One figure of a summary, None where it or what holds it is."""
+    value: Any = run
+    for key in path:
+        value = None if value is None else value[key]
+    return value
+
+
 def _stages(record: Record, run: dict[str, Any]) -> str:
     names = {**figures.STAGE_NAMES, "l_critical_s": "L_critical", "l_env_s": "L_env"}
-    rows = []
-    for name in (*STAGES, "l_critical_s", "l_env_s"):
-        figure = run["stages"][name]
-        rows.append((names[name], str(figure["n"]), *(ms(figure[key]) for key in ("p50", "p95", "p99", "max"))))
+    kept = {names[name]: run["stages"][name] for name in (*STAGES, "l_critical_s", "l_env_s")}
+    kept["age of the observation"] = run["age"]
+    if run["after_idle"]["n"]:
+        kept["inference after idle"] = run["after_idle"]
+    rows = [
+        (name, str(figure["n"]), *(ms(figure[key]) for key in ("p50", "p95", "p99", "max")))
+        for name, figure in kept.items()
+    ]
+    first = run["first_inference_s"]
+    if first is not None:
+        rows.append(("first inference of all, apart", "1", *[ms(first)] * 4))
     listed = table(("stage", "n", "p50", "p95", "p99", "max"), rows) if run["handoffs"] else ""
     return f'<section id="stage">{chart(figures.stages(record))}{listed}</section>'
 
@@ -209,7 +241,8 @@ def _cameras(record: Record, run: dict[str, Any]) -> str:
         "delivered",
     )
     listed = table(head, rows) if rows else ""
-    return f'<section id="seen">{chart(tracks.camera_rates(record))}{listed}{strips(record)}</section>'
+    timing = f"<div>{chart(tracks.camera_rates(record))}</div><div>{chart(tracks.camera_lateness(record))}</div>"
+    return f'<section id="seen"><div class="pair even">{timing}</div>{listed}{strips(record)}</section>'
 
 
 def _handoff_table(record: Record) -> str:

@@ -53,6 +53,13 @@ def summary(record: Record) -> dict[str, Any]:
         },
         "cameras": {name: _camera(camera) for name, camera in record.cameras.items()},
         "events": [msgspec.to_builtins(event) for event in record.events],
+        "mode": record.mode,
+        "bag": record.bag,
+        "chunk_hash": record.chunk_hash,
+        "age": _percentiles(row.age_s for row in accepted),
+        "first_inference_s": _or_none(record.first_inference_s),
+        "after_idle": _percentiles(row.inference_s for row in record.idle),
+        "survey": _none_for_nan(msgspec.to_builtins(record.survey)),
     }
 
 
@@ -165,6 +172,14 @@ def _camera(camera: Camera) -> dict[str, Any]:
         "delay": _percentiles(delays.tolist()),
         "delivered": _or_none(camera.delivered),
     }
+
+
+def _none_for_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return _or_none(value)
+    if isinstance(value, dict):
+        return {key: _none_for_nan(entry) for key, entry in value.items()}
+    return [_none_for_nan(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _or_none(value: float) -> float | None:

@@ -115,6 +115,41 @@ def camera_rates(record: Record) -> Chart:
     return Chart("cameras", title, f"Arrivals counted over {width:.3g} s.", keys, figure)
 
 
+def camera_lateness(record: Record) -> Chart:
+    """Stamp to arrival of each camera's frames over the run, a point per frame."""
+    title = "Camera timing"
+    figure, keys = go.Figure(), []
+    for i, (name, camera) in enumerate(record.cameras.items()):
+        late = (np.asarray(camera.t_s, dtype=np.float64) - np.asarray(camera.stamp_s, dtype=np.float64)) * 1e3
+        known = np.isfinite(late)
+        if not known.any():
+            continue
+        t, late = thin(np.asarray(camera.t_s, dtype=np.float64)[known], late[known])
+        colour = CAMERA_COLOURS[i % len(CAMERA_COLOURS)]
+        figure.add_scatter(
+            x=t,
+            y=late,
+            mode="markers",
+            marker={"size": 4, "color": colour},
+            hovertemplate=f"{name}: %{{y:.1f}} ms after its stamp, at %{{x:.2f}} s<extra></extra>",
+        )
+        keys.append(Key(colour, "dot", f"{name} (median {np.median(late):.1f} ms)"))
+    if not figure.data:
+        return Chart("camera-late", title, "No frame with a stamp was recorded.", (), None)
+    marks = event_marks(record.events, record.duration_s)
+    dress(
+        figure,
+        280,
+        top=marks.top_px,
+        xaxis=time_axis(record.duration_s),
+        yaxis=axis("stamp to arrival [ms]", rangemode="tozero"),
+        shapes=marks.shapes,
+        annotations=marks.badges,
+    )
+    note = "How long after its stamp each frame arrived. A camera above the others is late; a hole is a stall."
+    return Chart("camera-late", title, note, keys, figure)
+
+
 def _measured(record: Record) -> dict[str, Line]:
     joints = record.joints
     if not joints.t_s:

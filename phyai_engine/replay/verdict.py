@@ -7,6 +7,7 @@ from typing import Any
 
 from phyai_engine.replay.record import Record
 from phyai_engine.replay.summary import handoffs, overlapped, summary
+from phyai_engine.replay.survey import Fault
 
 
 def ms(value_s: float | None, digits: int = 1) -> str:
@@ -25,26 +26,62 @@ def percent(value: float | None) -> str:
 
 
 def verdict(record: Record) -> list[str]:
-    """What the run showed, in words; the first sentence is about the invariants."""
+    """What the run showed, in words; first whether it passed, then every sensor fault by its name."""
     return _verdict(record, summary(record))
+
+
+def passed(record: Record, run: dict[str, Any]) -> bool | None:
+    """Whether the run is good: by its invariants, a gate's conditions among them; a bag without any by its deadline and
+    its sensors. None: nothing was judged, or the gate holds in spite of a miss or a sensor fault.
+
+    :param run: :func:`phyai_engine.replay.summary.summary` of the record.
+    """
+    ok: bool | None = run["ok"]
+    if not record.bag or ok is False:
+        return ok
+    clean = not record.survey.faults and not run["margins"]["m_ctrl_s"]["misses"]
+    return True if clean else (False if ok is None else None)
+
+
+def fault_name(fault: Fault) -> str:
+    """Input and kind: ``front late``."""
+    return f"{fault.where} {fault.kind.replace('_', ' ')}"
 
 
 def _verdict(record: Record, run: dict[str, Any]) -> list[str]:
     failed = [entry for entry in record.invariants if not entry.ok]
     n = len(record.invariants)
-    if not n:
-        first = "No invariant was checked"
-    elif failed:
+    if failed:
         first = f"FAILED: {len(failed)} of {n} invariants did not hold"
-    else:
+    elif n:
         first = f"Passed: all {n} invariants held" if n > 1 else "Passed: the one invariant held"
+    else:
+        first = _replayed(record, run) if record.bag else "No invariant was checked"
     sentences = [first, *(f"{entry.name}: {entry.detail or 'did not hold'}" for entry in failed)]
+    if record.bag and n:
+        sentences.append(f"{_replayed(record, run)}.")
+    sentences += [f"Sensor fault, {fault_name(fault)}: {fault.text}" for fault in record.survey.faults]
+    sentences += [f"The bag: {warning}" for warning in record.survey.warnings]
     sentences += [_deadline(record, run), _answers(record, run), _motion(run)]
     if run["random_weights"]:
         sentences.append(
             "The model has seeded random weights: the run shows the whole path at work, not a learned skill."
         )
     return sentences
+
+
+def _replayed(record: Record, run: dict[str, Any]) -> str:
+    """What a bag came to, in one line."""
+    margin, faults = run["margins"]["m_ctrl_s"], record.survey.faults
+    if not margin["n"]:
+        deadline = "no deadline was measured"
+    elif margin["misses"]:
+        deadline = f"deadline missed at {margin['misses']} of {margin['n']} handoffs"
+    else:
+        deadline = f"deadline kept at {margin['n']} of {margin['n']} handoffs"
+    named = ", ".join(dict.fromkeys(map(fault_name, faults)))
+    sensors = f"{len(faults)} sensor fault{'s' * (len(faults) > 1)}: {named}" if faults else "no sensor fault"
+    return f"{record.bag}, {record.mode}: {deadline}; {sensors}"
 
 
 def _deadline(record: Record, run: dict[str, Any]) -> str:
@@ -97,4 +134,6 @@ def why_no_margins(record: Record) -> str:
         return why_no_handoffs(record)
     if not overlapped(record):
         return "No deadlines: with schedule sync the robot waits for each chunk, so none can be late."
+    if record.mode == "step":
+        return "No margins: in step mode the latency is stated, not measured."
     return "No handoff had a deadline: nothing played at the requests, or the clocks gave no durations."

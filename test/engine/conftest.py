@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from phyai_engine.config import ActionEntry, RobotConfig, StateEntry
+from phyai_engine.config import ActionEntry, Camera, RobotConfig, StateEntry
 from phyai_engine.robot_check import check_robot
 
 
@@ -18,6 +21,23 @@ def one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+def _beside(name: str) -> ModuleType:
+    """A module of this folder, loaded by path: test folders are not packages."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def recordings() -> ModuleType:
+    """The module recordings.py, which writes what a policy node records."""
+    return _beside("recordings")
 
 
 @pytest.fixture(scope="session")
@@ -42,5 +62,30 @@ def make_robot() -> Callable[..., RobotConfig]:
         )
         check_robot(made, where="r.yaml")
         return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bags() -> ModuleType:
+    """The module bags.py, which writes bags of a robot's sensors."""
+    return _beside("bags")
+
+
+@pytest.fixture(scope="session")
+def bag_robot(make_robot: Callable[..., RobotConfig], bags: ModuleType) -> Callable[..., RobotConfig]:
+    """Makes the robot of the recordings of bags.py; arguments change its cameras.
+
+    Its limits are wide: the robot of a recording does not go where it is told.
+    """
+
+    def make(cameras: tuple[str, ...] = ("front", "wrist"), **changes: Any) -> RobotConfig:
+        made = [
+            Camera(name=name, topic=f"{name}/image_raw", role=bags.ROLES[name], **{"tolerance_s": 0.06, **changes})
+            for name in cameras
+        ]
+        return make_robot(
+            velocity_max=20.0, acceleration_max=50.0, robot={"cameras": tuple(made), "seam_jump_max": 1.0}
+        )
 
     return make

@@ -29,7 +29,7 @@ def run(*arguments: object, color: bool = False) -> tuple[int, str, str]:
 def test_help_names_every_command() -> None:
     code, out, _ = run("--help")
     assert code == 0
-    assert all(name in out for name in ("golden", "doctor", "report", "--version"))
+    assert all(name in out for name in ("golden", "doctor", "replay", "report", "--version"))
 
 
 def test_version() -> None:

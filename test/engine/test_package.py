@@ -128,7 +128,7 @@ def test_requirements_do_not_overlap() -> None:
 def test_what_setup_names_is_pinned(setup_arguments: dict[str, Any]) -> None:
     named = setup_arguments["install_requires"] + [
         requirement
-        for extra in ("engine", "report", "sim", "dev")
+        for extra in ("engine", "report", "replay", "sim", "dev")
         for requirement in setup_arguments["extras_require"][extra]
     ]
     assert {project(requirement) for requirement in named} <= pins("run").keys() | pins("dev").keys()

@@ -19,8 +19,10 @@ from phyai_engine.errors import ConfigError
 from phyai_engine.replay import look, strip, tracks
 from phyai_engine.replay.record import (
     Camera,
+    ChunkRow,
     Event,
     FrameRow,
+    IdleRow,
     Invariant,
     Joints,
     Record,
@@ -31,6 +33,8 @@ from phyai_engine.replay.record import (
 )
 from phyai_engine.replay.report import verdict, write_report
 from phyai_engine.replay.summary import spans, summary, write_summary
+from phyai_engine.replay.survey import Fault, InputSurvey, Spread, Survey
+from phyai_engine.replay.verdict import passed
 
 NAN = math.nan
 JPEG = b"\xff\xd8\xff\xe0 stands for a picture \xff\xd9"
@@ -266,11 +270,106 @@ def test_verdict_without_invariants_claims_nothing() -> None:
         ({"timings": small().timings[5:]}, "none of the 2 answers was accepted"),
         ({"timings": small().timings[:1], "schedule": "sync"}, "the robot waits for each chunk"),
         ({"timings": small().timings[:1]}, "No handoff had a deadline"),
+        ({"timings": small().timings[:1], "mode": "step"}, "No margins: in step mode the latency is stated"),
         ({"timings": small().timings[1:2]}, "Deadline kept at 1 of 1 handoffs that had one"),
     ],
 )
 def test_verdict_says_why_there_is_no_deadline(changes: dict[str, Any], sentence: str) -> None:
     assert sentence in verdict(small(**changes))[1]
+
+
+def replayed(**changes: Any) -> Record:
+    """A bag played to an engine: a late camera, one chunk kept, the first inference and one after a pause."""
+    inputs = [
+        InputSurvey(
+            name="front",
+            topic="/front/image",
+            kind="camera",
+            messages=4,
+            rate_hz=30.0,
+            lateness=Spread(0.085, 0.09, 0.1),
+            encodings=["rgb8 640x480"],
+        ),
+        InputSurvey(name="joint_states", topic="/joint_states", kind="joints", messages=40),
+    ]
+    fields: dict[str, Any] = {
+        "invariants": [],
+        "bag": "walk_7",
+        "mode": "real-time",
+        "survey": Survey(
+            duration_s=9.0,
+            messages=44,
+            inputs=inputs,
+            faults=[Fault("front", "late", "80 ms later than the others", 0.0)],
+        ),
+        "chunks": [ChunkRow(t_s=0.2, epoch=1, chunk_id=1, actions=[[float(i), 5.0] for i in range(8)])],
+        "first_inference_s": 0.9,
+        "idle": [IdleRow(t_s=0.8, idle_s=1.0, inference_s=0.31)],
+    }
+    return small(**{**fields, **changes})
+
+
+def test_verdict_of_a_bag_names_its_sensor_faults_first() -> None:
+    two = [Fault("front", "late", "80 ms late", 0.0), Fault("wrist", "repeated_stamp", "7 of 9 frames", 3.0)]
+    words = verdict(replayed(survey=Survey(faults=two, warnings=["cut after 9 s"])))
+    assert words[:4] == [
+        "walk_7, real-time: deadline missed at 1 of 4 handoffs; 2 sensor faults: front late, wrist repeated stamp",
+        "Sensor fault, front late: 80 ms late",
+        "Sensor fault, wrist repeated stamp: 7 of 9 frames",
+        "The bag: cut after 9 s",
+    ]
+    assert words[4].startswith("Deadline missed at 1 of 4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "good"),
+    [
+        ({}, "walk_7, real-time: deadline missed at 1 of 4 handoffs; 1 sensor fault: front late", False),
+        ({"survey": Survey()}, "walk_7, real-time: deadline missed at 1 of 4 handoffs; no sensor fault", False),
+        (
+            {"survey": Survey(), "timings": small().timings[1:2]},
+            "walk_7, real-time: deadline kept at 1 of 1 handoffs; no sensor fault",
+            True,
+        ),
+        (
+            {"timings": small().timings[1:2]},
+            "walk_7, real-time: deadline kept at 1 of 1 handoffs; 1 sensor fault: front late",
+            False,
+        ),
+        (
+            {"survey": Survey(), "timings": (), "mode": "step"},
+            "walk_7, step: no deadline was measured; no sensor fault",
+            True,
+        ),
+        ({"survey": Survey(), "invariants": [Invariant("x", False)]}, "FAILED: 1 of 1 invariants did not hold", False),
+        ({"invariants": [Invariant("gate misses <= 9", True)]}, "Passed: the one invariant held", None),
+    ],
+)
+def test_a_bag_passes_with_its_deadline_and_its_sensors(changes: dict[str, Any], first: str, good: bool | None) -> None:
+    record = replayed(**changes)
+    assert verdict(record)[0] == first
+    assert passed(record, summary(record)) is good
+
+
+def test_a_live_run_passes_with_its_invariants() -> None:
+    judged: list[tuple[list[Invariant], bool | None]] = [
+        ([Invariant("x", True)], True),
+        ([], None),
+        ([Invariant("x", False)], False),
+    ]
+    for invariants, good in judged:
+        record = small(invariants=invariants)
+        assert passed(record, summary(record)) is good
+
+
+def test_summary_of_a_bag(tmp_path: Path) -> None:
+    run = summary(replayed(chunk_hash="ab"))
+    assert (run["bag"], run["mode"], run["chunk_hash"], run["first_inference_s"]) == ("walk_7", "real-time", "ab", 0.9)
+    assert (run["after_idle"]["n"], run["after_idle"]["p50"]) == (1, 0.31)
+    (fault,) = run["survey"]["faults"]
+    assert fault == {"where": "front", "kind": "late", "text": "80 ms later than the others", "t_s": 0.0}
+    assert run["survey"]["inputs"][1]["rate_hz"] is None  # NaN
+    assert run["age"]["n"] == 0
 
 
 # -- page ------------------------------------------------------------------------------------------------------------
@@ -297,6 +396,7 @@ def test_page_holds_the_verdict_the_events_and_every_chart(tmp_path: Path) -> No
         "commands",
         "joints",
         "cameras",
+        "camera-late",
     ]
     assert page.count("<figure>") == 2
     assert "0.62 s</b> chunk 1, step 6" in page
@@ -315,6 +415,39 @@ def test_page_compares_two_runs(tmp_path: Path) -> None:
     assert "other &amp; slower" in page
 
 
+def test_page_compares_every_stage_bags_and_hashes(tmp_path: Path) -> None:
+    page = _page(tmp_path, replayed(chunk_hash="ab" * 32), replayed(chunk_hash="cd" * 32, bag="walk_9"))
+    assert "<td>hash of all chunks</td><td>abababababababab</td><td>cdcdcdcdcdcdcdcd</td><td>differs</td>" in page
+    assert "<td>walk_7, real-time</td><td>walk_9, real-time</td><td>differs</td>" in page
+    assert "<td>inference p50</td><td>200.0 ms</td><td>200.0 ms</td><td>+0.0 ms</td>" in page
+    assert "other run, at its medians: X = 4.00" in page
+
+
+def test_page_shows_the_sensors_of_a_bag(tmp_path: Path) -> None:
+    page = _page(tmp_path, replayed())
+    assert 'class="verdict fail"' in page
+    assert '<a href="#sensors">Sensors</a>' in page
+    assert '<td class="text bad">late</td><td class="text">80 ms later than the others</td><td>0.00 s</td>' in page
+    assert '<td class="bad">85.0 ms</td>' in page
+    assert "rgb8 640x480" in page
+    assert "first inference of all, apart" in page and "<td>900.0 ms</td>" in page
+    assert "inference after idle" in page and "<td>310.0 ms</td>" in page
+    clean = _page(tmp_path, replayed(survey=Survey(inputs=replayed().survey.inputs)))
+    assert "No fault was found." in clean
+    assert 'class="bad">85.0 ms' not in clean
+    assert 'id="sensors"' not in _page(tmp_path, small())
+
+
+def test_page_draws_the_chunk_under_each_frame(tmp_path: Path) -> None:
+    page = _page(tmp_path, replayed())
+    (plan,) = re.findall(r'<svg class="plan".*?</svg>', page)  # the frame at 9 s is near no control tick
+    assert plan.count("<polyline") == 2
+    # lift runs through its whole range in 8 rows, turn does not move; row 6 is played
+    assert 'points="0,43 24,37' in plan
+    assert 'd="M144 0V46"' in plan
+    assert 'class="plan"' not in _page(tmp_path, small())
+
+
 def test_page_escapes_what_it_was_given(tmp_path: Path) -> None:
     nasty = "</script><script>alert(1)</script>"
     record = small(
@@ -323,6 +456,12 @@ def test_page_escapes_what_it_was_given(tmp_path: Path) -> None:
         action_names=(nasty, "b"),
         events=[Event(0.1, "note", nasty)],
         invariants=[Invariant(nasty, False, nasty)],
+        bag=nasty,
+        survey=Survey(
+            inputs=[InputSurvey(name=nasty, topic=nasty, kind="camera", messages=1, encodings=[nasty])],
+            faults=[Fault(nasty, "late", nasty, 0.0)],
+            warnings=[nasty],
+        ),
     )
     assert "<script>alert" not in _page(tmp_path, record)
 

@@ -16,16 +16,20 @@ from plotly.offline import get_plotlyjs
 from phyai_engine.replay.page import document
 from phyai_engine.replay.record import (
     Camera,
+    ChunkRow,
     Event,
     FrameRow,
+    IdleRow,
     Invariant,
     Joints,
     Record,
     StepKind,
     StepRow,
     TimingRow,
+    chunk_hash,
 )
 from phyai_engine.replay.report import write_report
+from phyai_engine.replay.survey import Fault, InputSurvey, Spread, Survey
 
 DT_S = 0.02
 NAMES = ("dx", "dy", "dz", "gripper")
@@ -123,6 +127,16 @@ def run_record(seed: int = 0) -> Record:
     arrivals = [t for t in np.cumsum(rng.normal(1 / 12, 0.006, 235)).tolist() if not 6.5 < t < 8.3]
     others = np.cumsum(rng.normal(1 / 12, 0.006, 235)).tolist()
     joint_t = np.arange(0, 20, 0.05)
+    chunks = [
+        ChunkRow(
+            t_s=row.t_s,
+            epoch=row.epoch,
+            chunk_id=row.chunk_id,
+            actions=[[math.sin((row.t_s + i * DT_S) * (1 + a / 3)) * 0.6 for a in range(4)] for i in range(50)],
+        )
+        for row in timings
+        if row.outcome == "accepted"
+    ]
     return Record(
         robot_id="metaworld_sawyer",
         action_names=NAMES,
@@ -162,7 +176,40 @@ def run_record(seed: int = 0) -> Record:
             Invariant("one command per tick", True, "largest count 1"),
             Invariant("stop published after the abort", True, "15 stop commands, first after 4.1 ms"),
         ],
+        bag="pick_and_place",
+        mode="real-time",
+        chunks=chunks,
+        chunk_hash=chunk_hash(chunks),
+        first_inference_s=0.912,
+        idle=[IdleRow(t_s=14.7, idle_s=2.3, inference_s=0.21)],
+        survey=survey(),
     )
+
+
+def survey() -> Survey:
+    """A camera 80 ms late with a stall, another that freezes."""
+    figures = {
+        "period": Spread(0.083, 0.09, 0.11),
+        "interval": Spread(0.083, 0.1, 1.8),
+        "skew": Spread(0.03, 0.04, 0.05),
+    }
+    camera = {"kind": "camera", "messages": 235, "rate_hz": 12.0, "encodings": ["rgb8 160x120"], **figures}
+    return Survey(
+        duration_s=20.0,
+        messages=870,
+        inputs=[
+            InputSurvey(name="front", topic="/front/image_raw", longest_gap_s=1.8, longest_gap_t_s=6.5, gaps=1,
+                        lateness=Spread(0.101, 0.11, 0.12), **camera),
+            InputSurvey(name="wrist", topic="/wrist/image_raw", lateness=Spread(0.019, 0.02, 0.03), frozen=40,
+                        longest_frozen=31, **camera),
+            InputSurvey(name="joint_states", topic="/joint_states", kind="joints", messages=400, rate_hz=20.0),
+        ],
+        faults=[
+            Fault("front", "gap", "silent for 1.80 s", 6.5),
+            Fault("front", "late", "frames arrive 82 ms later than those of the other inputs (101 ms, 19 ms)", 0.1),
+            Fault("wrist", "frozen", "31 frames in a row with the same pixels while the robot moved", 9.2),
+        ],
+    )  # fmt: skip
 
 
 @needs_browser
@@ -173,8 +220,10 @@ def test_report_is_silent_and_drawn(tmp_path: Path) -> None:
     page.write_text(page.read_text().replace("<details>", "<details open>"))
     document, said = browser.open_in_browser(page)
     assert said == []
-    assert 'data-drawn="8"' in document  # two margins, stages, roofline, seams, commands, joints, cameras
-    assert browser.count_charts(document) == 8
+    # two margins, stages, roofline, seams, commands, joints, camera rates, camera timing
+    assert 'data-drawn="9"' in document
+    assert browser.count_charts(document) == 9
+    assert document.count('class="plan"') > 20
     assert page.stat().st_size < 8_000_000
 
 

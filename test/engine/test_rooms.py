@@ -38,6 +38,7 @@ TORCH_FREE = (
         "config",
         "timing",
         "images",
+        "messages",
         "handoff",
         "safety",
         "stop",
@@ -50,7 +51,7 @@ TORCH_FREE = (
         "sim",
         "control",
     ),
-    *("serve", "models.fake", "runner", "policy", "solvers", "doctor", "cli"),
+    *("serve", "models.fake", "runner", "policy", "solvers", "doctor", "cli", "host"),
     *("models.pi_options", "inspection", "bench", "robot_check"),
     *(f"weights.{name}" for name in ("header", "pi_names", "recipe", "openpi", "lerobot", "checkpoint")),
 )

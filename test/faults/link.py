@@ -35,10 +35,10 @@ from std_srvs.srv import Trigger
 from phyai_engine.control.commands import Command
 from phyai_engine.control.control_loop import Counters
 from phyai_engine.control.player import Player
+from phyai_engine.messages import stamp_ns
 from phyai_engine.safety import Safety
 from phyai_engine.types import F64, AbortCause, CommandKind, Schedule
 from phyai_ros import outputs, player_node
-from phyai_ros.convert import stamp_ns
 from phyai_ros.outputs import ChunksOutput
 from phyai_ros.session import Session
 

@@ -22,10 +22,11 @@ from trajectory_msgs.msg import JointTrajectory
 from phyai_engine.config import load_robot, resolve
 from phyai_engine.control.player import Command
 from phyai_engine.handoff import Accepted
+from phyai_engine.messages import stamp_ns
 from phyai_engine.sim.arm_robot import ArmRobot
 from phyai_engine.stop import StopPlanner
 from phyai_engine.types import Chunk, CommandKind, Refusal, SafetyState, StageTimings
-from phyai_ros.convert import stamp_ns, to_stamp
+from phyai_ros.convert import to_stamp
 from phyai_ros.outputs import StepsOutput, TrajectoryOutput
 from phyai_ros.player_node import PlayerNode
 from phyai_ros.sim_commands import read_trajectory

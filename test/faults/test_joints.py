@@ -18,8 +18,8 @@ from sensor_msgs.msg import JointState
 from phyai_engine.config import load_robot, resolve
 from phyai_engine.control.observation_buffer import ObservationBuffer, Put
 from phyai_engine.errors import RefusalError
+from phyai_engine.messages import joint_state_to_arrays
 from phyai_engine.types import CommandKind, Refusal, SafetyState
-from phyai_ros.convert import joint_state_to_arrays
 
 pytestmark = pytest.mark.ros
 Make = Callable[..., Any]

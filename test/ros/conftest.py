@@ -276,6 +276,18 @@ class Rig:
         self._domain_lock.close()
 
 
+@pytest.fixture(scope="session")
+def domain_of_its_own() -> Callable[[], tuple[int, socket.socket]]:
+    """For tests whose processes talk among themselves."""
+    return free_domain
+
+
+@pytest.fixture(scope="session")
+def rig_type() -> type[Rig]:
+    """For a rig that a whole module shares."""
+    return Rig
+
+
 @pytest.fixture
 def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """Builds rigs and closes them after the test."""

@@ -14,17 +14,16 @@ import pytest
 from PIL import Image as Picture
 
 from phyai_engine.errors import ImageError, RefusalError
-from phyai_engine.types import Refusal
-from phyai_ros.convert import (
+from phyai_engine.messages import (
     UNSTAMPED_NS,
-    choose_decoder,
     compressed_to_rgb,
     image_to_rgb,
     joint_state_to_arrays,
     stamp_ns,
-    to_stamp,
     view_bytes,
 )
+from phyai_engine.types import Refusal
+from phyai_ros.convert import choose_decoder, to_stamp
 
 RED_BLUE = np.array([[[255, 0, 0], [0, 0, 255], [10, 20, 30]]] * 2, dtype=np.uint8)  # [2, 3, 3] RGB
 

@@ -114,6 +114,7 @@ def test_an_observation_holds_the_named_values_in_the_robot_files_order() -> Non
     assert seen.newest_ros_ns == ROS_0 + 102 * MS
     assert seen.capture_mono_ns == MONO_0 + 99 * MS
     assert seen.snapshot_mono_ns == MONO_0 + 110 * MS
+    assert seen.image_stamps_ros_ns == {"front": ROS_0 + 100 * MS, "wrist": ROS_0 + 102 * MS}
 
 
 @pytest.mark.fault(16)
@@ -188,6 +189,7 @@ def test_latency_is_taken_off_the_stamp() -> None:
     assert seen.state[0] == 70.0
     assert seen.oldest_ros_ns == ROS_0 + 70 * MS
     assert seen.capture_mono_ns == MONO_0 + 70 * MS
+    assert seen.image_stamps_ros_ns == {"front": ROS_0 + 100 * MS}, "the frame's own name on its topic"
 
 
 def test_a_clock_stepped_after_receipt_does_not_move_the_capture() -> None:

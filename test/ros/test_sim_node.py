@@ -27,7 +27,7 @@ from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from phyai_engine.errors import ConfigError
-from phyai_ros.convert import stamp_ns
+from phyai_engine.messages import stamp_ns
 from phyai_ros.sim_node import SimNode
 
 pytestmark = pytest.mark.ros
