@@ -33,6 +33,7 @@ from phyai_engine.replay.bag import Bag, Received
 from phyai_engine.replay.clock import Clock, RealClock, VirtualClock
 from phyai_engine.replay.engine_link import HeldLink, Link, LiveLink
 from phyai_engine.replay.examine import Examined, examine
+from phyai_engine.replay.read_ahead import ReadAhead
 from phyai_engine.replay.record import Record
 from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.replay.topic_map import TopicMap, map_topics
@@ -163,8 +164,19 @@ class EngineReplay:
 
         :raises BagError: the bag breaks off. :raises EngineError: the engine is lost.
         """
+        if self._settings.mode == "real-time":  # elsewhere no time passes while the bag is read
+            with ReadAhead(self._messages()) as ahead:
+                self._play(iter(ahead))
+        else:
+            self._play(self._messages())
+        self._played_ns = self._clock.now_ns() - self._zero_ns
+        self._note_abort()
+        if (lag := self._lag.percentiles()).p99 > LAG_S:
+            late = f"p99 {lag.p99 * 1e3:.1f} ms, at most {lag.max * 1e3:.1f} ms"
+            self._trace.event("note", f"the replay handed its messages over late: {late}")
+
+    def _play(self, messages: Iterator[_Upcoming]) -> None:
         self._loop.activate()
-        messages = self._messages()
         upcoming = next(messages, None)  # read before the clock starts
         self._zero_ns = self._clock.now_ns()
         tick_ns = self._zero_ns + self._examined.ready_ns - self._bag.start_ns
@@ -183,11 +195,6 @@ class EngineReplay:
             if tick_ns <= now_ns:
                 self._tick()
                 tick_ns += self._dt_ns * (1 + (now_ns - tick_ns) // self._dt_ns)  # a tick that is past is skipped
-        self._played_ns = self._clock.now_ns() - self._zero_ns
-        self._note_abort()
-        if (lag := self._lag.percentiles()).p99 > LAG_S:
-            late = f"p99 {lag.p99 * 1e3:.1f} ms, at most {lag.max * 1e3:.1f} ms"
-            self._trace.event("note", f"the replay handed its messages over late: {late}")
 
     def probe(self, client: Client, count: int) -> None:
         """Inferences after a pause: the newest request asked again, in a later epoch so that nothing of it plays.
@@ -252,7 +259,7 @@ class EngineReplay:
     # -- what comes from the bag ---------------------------------------------------------------------------------------
 
     def _messages(self) -> Iterator[_Upcoming]:
-        """Read ahead by one message, so that reading and parsing it costs no time when it is due."""
+        """Read and parsed before they are due, which then costs no time."""
         offset_ns, end_ns = 0, round(self._settings.seconds * 1e9)
         for message in self._bag.messages(self._topics.topics):
             # A file may hold its messages slightly out of order.

@@ -8,6 +8,7 @@ before the first record that is not whole, or whose checksum is wrong, is read, 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import struct
 import zlib
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from phyai_engine.errors import BagError
 
@@ -238,14 +239,14 @@ def _decompressed(compression: str, packed: memoryview, size: int) -> bytes:
     """:raises ValueError: an unknown compression, or damaged content."""
     if not compression:
         return bytes(packed)
-    import lz4.frame  # noqa: PLC0415 - with rosbags, which a robot may do without
-    from backports import zstd  # noqa: PLC0415
+    from backports import zstd  # noqa: PLC0415 - with rosbags, which a robot may do without
 
+    lz4: Any = importlib.import_module("lz4.frame")  # its types are of half of it
     try:
         if compression == "zstd":
             return bytes(zstd.ZstdDecompressor().decompress(packed, max_length=size))
         if compression == "lz4":
-            return bytes(lz4.frame.LZ4FrameDecompressor().decompress(packed, max_length=size))
+            return bytes(lz4.LZ4FrameDecompressor().decompress(packed, max_length=size))
     except (zstd.ZstdError, RuntimeError) as error:
         raise ValueError(f"a chunk cannot be unpacked: {error}") from error
     raise ValueError(f"unknown compression {compression!r}")

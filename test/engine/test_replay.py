@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 from phyai_engine.cli import app
 from phyai_engine.config import ModelConfig, RobotConfig
-from phyai_engine.errors import EngineError
+from phyai_engine.errors import BagError, EngineError
 from phyai_engine.replay.clock import RealClock, VirtualClock
 from phyai_engine.replay.engine_link import HeldLink
 from phyai_engine.replay.engine_replay import ReplaySettings, replay
+from phyai_engine.replay.read_ahead import ReadAhead
 from phyai_engine.replay.record import Record, chunk_hash, load
 from phyai_engine.serve.client import Answered
 from phyai_engine.types import Chunk, Schedule, StageTimings
@@ -257,6 +258,21 @@ def test_a_virtual_clock_leaps_and_a_real_one_waits_until_it_is_woken() -> None:
     assert clock.now_ns() - began < 5_000_000_000
     clock.wait(clock.now_ns() + 20_000_000)
     assert time.monotonic_ns() - began >= 20_000_000
+
+
+def test_reading_ahead_keeps_the_order_the_error_and_no_thread() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(200)
+        raise BagError("the bag breaks off")
+
+    seen: list[int] = []
+    with ReadAhead(numbers(), depth=4) as ahead, pytest.raises(BagError, match="breaks off"):
+        for number in ahead:
+            seen.append(number)
+    assert seen == list(range(200))
+    with ReadAhead(iter(range(10**9)), depth=4) as ahead:
+        assert next(iter(ahead)) == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "phyai-read-ahead"]
 
 
 def test_a_held_answer_of_a_cancelled_epoch_never_comes() -> None:

@@ -38,6 +38,7 @@ TORCH_FREE = (
         "config",
         "timing",
         "images",
+        "messages",
         "handoff",
         "safety",
         "stop",
