@@ -61,11 +61,13 @@ def test_every_request_comes_back_with_its_frames_and_its_answer(plain: Path, re
             assert (request.committed.delay_steps, request.committed.execution_steps) == (1, 4)
 
 
-def test_inputs_have_a_digest_that_frames_are_part_of(plain: Path) -> None:
+def test_inputs_have_a_digest_that_frames_are_part_of(plain: Path, recordings: ModuleType, tmp_path: Path) -> None:
     first, again = exchanges(plain), exchanges(plain, images=False)
     assert [e.inputs for e in first] == [e.inputs for e in again]
     assert len({e.inputs for e in first}) == 6
     assert all(not e.request.observation.images and e.missing == () for e in again)
+    other = exchanges(recordings.write_recording(tmp_path / "run", recordings.Script(unstamped=True)), images=False)
+    assert {e.inputs for e in first}.isdisjoint(e.inputs for e in other), "only the frames' stamps differ"
 
 
 def test_numbers_count_epochs_and_chunks_from_the_first_of_each() -> None:
