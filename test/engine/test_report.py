@@ -427,6 +427,7 @@ def test_page_shows_the_sensors_of_a_bag(tmp_path: Path) -> None:
     page = _page(tmp_path, replayed())
     assert 'class="verdict fail"' in page
     assert '<a href="#sensors">Sensors</a>' in page
+    assert "No gate was given." in page
     assert '<td class="bad">front late</td><td class="text">80 ms later than the others</td><td>0.00 s</td>' in page
     assert '<td class="bad">85.0 ms</td>' in page
     assert "rgb8 640x480" in page
