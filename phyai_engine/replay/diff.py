@@ -183,7 +183,7 @@ def _of_recording(recording: Recording, model: str) -> Side:
         recording.model if model == RECORDED else model_from(model),
         threads=recording.threads,
     )
-    side.name, side.times = f"{recording.folder.name} again with {policy.note}", policy.times
+    side.name, side.times = f"{recording.folder.name}, run again: {policy.note}", policy.times
     for exchange, again in answered_again(recording, policy):
         side.inputs[exchange.number] = exchange.inputs
         if again is None or again.actions is None or again.trace is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from phyai_engine.errors import ConfigError
 from phyai_engine.replay.diff import Diff, Spread, compare, load_side
@@ -71,7 +72,7 @@ def headline(found: Diff) -> list[str]:
 
 
 def _table(title: str, first: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -100,7 +101,8 @@ def _joint_table(found: Diff) -> Table:
     )
     for joint in found.joints:
         figures = _figures(joint.difference)
-        table.add_row(joint.name, *figures, f"{joint.rms:.3g}", joint.largest_chunk, str(joint.largest_row))
+        where = (joint.largest_chunk, str(joint.largest_row)) if joint.difference.max else ("–", "–")
+        table.add_row(joint.name, *figures, f"{joint.rms:.3g}", *where)
     return table
 
 

@@ -112,7 +112,8 @@ def _ran(record: Record, run: dict[str, Any]) -> str:
         ],
         text=(0, 2),
     )
-    invariants = checked if record.invariants else '<p class="empty">No invariant was checked.</p>'
+    nothing = "No gate was given." if record.bag else "No invariant was checked."
+    invariants = checked if record.invariants else f'<p class="empty">{nothing}</p>'
     return (
         f'<section class="pair"><div><h2>What ran</h2><dl>{listed}</dl></div>'
         f"<div><h2>What must hold</h2>{invariants}</div></section>"

@@ -53,7 +53,7 @@ class Plans:
         y = height - 3 - (rows[index] - self.lower) / self.span * (height - 6)
         lines = "".join(
             f'<polyline fill="none" stroke="{PLAN_COLOURS[i % len(PLAN_COLOURS)]}" stroke-width="1.2" points="'
-            f'{" ".join(f"{px:.0f},{py:.0f}" for px, py in zip(x, column, strict=True))}"/>'
+            f'{" ".join(f"{px:.0f},{py:.1f}" for px, py in zip(x, column, strict=True))}"/>'
             for i, column in enumerate(y.T)
         )
         now = played.step / max(1, len(rows) - 1) * width

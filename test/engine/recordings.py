@@ -144,13 +144,13 @@ class _Bag:
     def close(self) -> None:
         self._writer.close()
 
-    def put(self, topic: str, received_ns: int, kind: str, **fields: Any) -> None:
+    def put(self, topic: str, received_ns: int, kind: str, /, **fields: Any) -> None:
         if topic not in self._connections:
             self._connections[topic] = self._writer.add_connection(topic, kind, typestore=self.types)
         message = self.types.types[kind](**fields)
         self._writer.write(self._connections[topic], received_ns, self.types.serialize_cdr(message, kind))
 
-    def own(self, name: str, received_ns: int, kind: str, **fields: Any) -> None:
+    def own(self, name: str, received_ns: int, kind: str, /, **fields: Any) -> None:
         """A message of this package on ``~/name``; what is not given is zero or empty."""
         text = (ROOT / "msg" / f"{kind}.msg").read_text(encoding="utf-8")
         declared = re.findall(r"^([\w/]+(?:\[\])?) (\w+)(?=\s|$)", text, re.MULTILINE)

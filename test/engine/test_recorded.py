@@ -18,7 +18,6 @@ from phyai_engine.errors import BagError, ConfigError
 from phyai_engine.replay.recorded import Exchange, Numbering, is_recording, open_recording
 from phyai_engine.replay.recorded_replay import recorded_command, replay_recorded, sentences
 from phyai_engine.replay.recorded_run import record_of, run_at
-from phyai_engine.replay.report import write_report
 from phyai_engine.replay.run_file import RunFile, load_run
 
 
@@ -61,11 +60,13 @@ def test_every_request_comes_back_with_its_frames_and_its_answer(plain: Path, re
             assert (request.committed.delay_steps, request.committed.execution_steps) == (1, 4)
 
 
-def test_inputs_have_a_digest_that_frames_are_part_of(plain: Path) -> None:
+def test_inputs_have_a_digest_that_frames_are_part_of(plain: Path, recordings: ModuleType, tmp_path: Path) -> None:
     first, again = exchanges(plain), exchanges(plain, images=False)
     assert [e.inputs for e in first] == [e.inputs for e in again]
     assert len({e.inputs for e in first}) == 6
     assert all(not e.request.observation.images and e.missing == () for e in again)
+    other = exchanges(recordings.write_recording(tmp_path / "run", recordings.Script(unstamped=True)), images=False)
+    assert {e.inputs for e in first}.isdisjoint(e.inputs for e in other), "only the frames' stamps differ"
 
 
 def test_numbers_count_epochs_and_chunks_from_the_first_of_each() -> None:
@@ -254,5 +255,7 @@ def test_the_record_of_a_recording(recordings: ModuleType, tmp_path: Path) -> No
     assert record.joints.names == ("lift", "turn")
     assert {f.camera for f in record.frames} == {"front", "wrist"}
     assert [one.name for one in record.survey.inputs] == ["front", "wrist", "joint_states"]
-    write_report(record, tmp_path / "run.html", other=record)
-    assert 'class="plan"' in (tmp_path / "run.html").read_text()
+    said = CliRunner().invoke(app, ["report", str(folder), "--against", str(folder)], catch_exceptions=False)
+    assert (said.exit_code, said.stdout) == (0, f"wrote {tmp_path / 'run.html'}\n")
+    page = (tmp_path / "run.html").read_text()
+    assert 'class="plan"' in page and "<h2>Compared</h2>" in page

@@ -427,7 +427,8 @@ def test_page_shows_the_sensors_of_a_bag(tmp_path: Path) -> None:
     page = _page(tmp_path, replayed())
     assert 'class="verdict fail"' in page
     assert '<a href="#sensors">Sensors</a>' in page
-    assert '<td class="text bad">late</td><td class="text">80 ms later than the others</td><td>0.00 s</td>' in page
+    assert "No gate was given." in page
+    assert '<td class="bad">front late</td><td class="text">80 ms later than the others</td><td>0.00 s</td>' in page
     assert '<td class="bad">85.0 ms</td>' in page
     assert "rgb8 640x480" in page
     assert "first inference of all, apart" in page and "<td>900.0 ms</td>" in page
@@ -443,7 +444,7 @@ def test_page_draws_the_chunk_under_each_frame(tmp_path: Path) -> None:
     (plan,) = re.findall(r'<svg class="plan".*?</svg>', page)  # the frame at 9 s is near no control tick
     assert plan.count("<polyline") == 2
     # lift runs through its whole range in 8 rows, turn does not move; row 6 is played
-    assert 'points="0,43 24,37' in plan
+    assert 'points="0,43.0 24,37.3' in plan
     assert 'd="M144 0V46"' in plan
     assert 'class="plan"' not in _page(tmp_path, small())
 
