@@ -265,10 +265,13 @@ def test_reading_ahead_keeps_the_order_the_error_and_no_thread() -> None:
         yield from range(200)
         raise BagError("the bag breaks off")
 
-    seen: list[int] = []
-    with ReadAhead(numbers(), depth=4) as ahead, pytest.raises(BagError, match="breaks off"):
+    def take(ahead: ReadAhead[int]) -> None:
         for number in ahead:
             seen.append(number)
+
+    seen: list[int] = []
+    with ReadAhead(numbers(), depth=4) as ahead, pytest.raises(BagError, match="breaks off"):
+        take(ahead)
     assert seen == list(range(200))
     with ReadAhead(iter(range(10**9)), depth=4) as ahead:
         assert next(iter(ahead)) == 0
