@@ -157,7 +157,9 @@ def test_another_model_on_the_same_requests(runs: dict[str, Path], recordings: M
         runs["plain"], runs["plain"], "--model-a", "recorded", "--model-b", other, "-o", tmp_path / "d.json"
     )
     assert code == 1
-    assert "velocity, step 0 (t = 1.000)" in out and "action minus noise" in out and "lift" in out and "[rad or m]" in out
+    assert (
+        "velocity, step 0 (t = 1.000)" in out and "action minus noise" in out and "lift" in out and "[rad or m]" in out
+    )
     found = json.loads((tmp_path / "d.json").read_text())
     assert found["same_inputs"] == found["pairs"] == 6
     assert all(row["velocity"]["max"] > 0 for row in found["steps"])
