@@ -27,6 +27,7 @@ from phyai_engine.types import Row
 from phyai_engine.weights.header import Stored, stored_tensors
 from phyai_engine.weights.loading import stream_tensors
 
+
 def run_golden(folder: Path) -> GoldenReport:
     """Run one folder with the family that its config names.
 
@@ -263,9 +264,7 @@ class _PiTap:
                 self.made[f"prefix_{kind}_layer{i}"] = padded
         return prefix
 
-    def velocity(
-        self, prefix: PiPrefix, x: torch.Tensor, step: int, clean: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def velocity(self, prefix: PiPrefix, x: torch.Tensor, step: int, clean: torch.Tensor | None = None) -> torch.Tensor:
         return self._model.velocity(prefix, x, step, clean)
 
     def velocity_vjp(self, prefix: PiPrefix, x: torch.Tensor, step: int) -> tuple[torch.Tensor, Pull]:

@@ -1,8 +1,8 @@
-"""The golden check of guidance: recorded chunks of lerobot's guided sampler, of the true gradient, and of a hard prefix.
+"""The golden check of guidance: chunks of lerobot's guided sampler, of the true gradient, and of a hard prefix.
 
 The denoiser is a small network of known weights, so that what is compared is the guidance: parts A (``identity``, fp32)
-and C (``trained``) are lerobot's own runs, part B (``vjp_*``) is the Kinetix formula in fp64 in the paper's direction of
-time. Part B is run in fp64 and, against the same arrays, in fp32.
+and C (``trained``) are lerobot's own runs, part B (``vjp_*``) is the Kinetix formula in fp64, in the paper's direction
+of time. Part B is run in fp64 and, against the same arrays, in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phyai_engine.weights.loading import stream_tensors
 _GATES = {"chunk": 1e-5, "x_steps": 1e-5, "u_steps": 1e-5, "weights": 1e-6, "token_times": 0.0}
 _GATE = 5e-5  # of the other fp32 arrays: guided velocities reach 43
 _EXACT = 1e-10  # of fp64
-_FP32 = " (fp32)"
+_FP32 = " fp32"
 
 
 class _TanhFlow:
@@ -54,7 +54,8 @@ class _TanhFlow:
     def _inner(self, x: Array, step: int, clean: Array | None) -> Array:
         w = self._tensors
         timed = self.token_times(x, step, clean) @ w["time.weight"].T
-        return np.tanh(x.reshape(len(x), -1) @ w["fc1.weight"].T + w["fc1.bias"] + timed)
+        inner: Array = np.tanh(x.reshape(len(x), -1) @ w["fc1.weight"].T + w["fc1.bias"] + timed)
+        return inner
 
     def _project(self, inner: Array, x: Array) -> Array:
         return cast("Array", inner @ self._tensors["fc2.weight"].T + self._tensors["fc2.bias"]).reshape(x.shape)
@@ -108,12 +109,13 @@ def _input(recorded: Arrays, name: str, folder: Path) -> Array:
 def _samples(
     case: Mapping[str, Any], guidance: Guidance, noise: Array, previous: Array, net: _TanhFlow
 ) -> list[_Sample]:
-    """Every sample of a case. What the previous chunk does not reach is zero, and its padded columns keep their weight."""
+    """Every sample of a case. What the previous chunk does not reach is zero; its padded columns keep their weight."""
     horizon, dim = noise.shape[1:]
     rows, columns, delay = case.get("prev_len", horizon), case.get("prev_dim", dim), case["d"]
     target = np.zeros_like(previous)
     target[:, :rows, :columns] = previous[:, :rows, :columns]
-    weight, gain = np.zeros(horizon), np.zeros(len(net.times))
+    weight: Array = np.zeros(horizon)
+    gain: Array = np.zeros(len(net.times))
     if guidance.weighs:
         kind = cast("WeightKind", case["schedule"].lower())
         weight = prefix_weights(horizon, delay, min(case["e"], rows), kind, net.dtype)
@@ -225,9 +227,7 @@ def _prefix_arrays(
     return {"x_steps": xs[:-1], "u_steps": plain, "token_times": times, "chunk": xs[-1]}
 
 
-def _compare(
-    case: Mapping[str, Any], made: Mapping[str, Arrays], suffix: str, recorded: Arrays
-) -> list[Comparison]:
+def _compare(case: Mapping[str, Any], made: Mapping[str, Arrays], suffix: str, recorded: Arrays) -> list[Comparison]:
     """What is recorded of one case, and its chunk in any event."""
     found: list[Comparison] = []
     for array in made["recorded"]:

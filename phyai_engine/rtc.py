@@ -88,7 +88,9 @@ class Guidance:
         if mode is not GuidanceMode.TRAINED:
             return cls(mode, int(count or 0))
         if max_delay < 1:
-            raise ValueError("guidance is 'trained' and rtc_max_delay 0, wanted the longest delay seen in training, >= 1")
+            raise ValueError(
+                "guidance is 'trained' and rtc_max_delay 0, wanted the longest delay seen in training, >= 1"
+            )
         return cls(mode, 0, max_delay)
 
     @property
@@ -186,9 +188,7 @@ def prefix_weights(
     return shapes[kind].astype(dtype)
 
 
-def gain_table(
-    times: Sequence[float], beta: float, sigma: float = 1.0, dtype: DTypeLike = np.float32
-) -> NDArray[Any]:
+def gain_table(times: Sequence[float], beta: float, sigma: float = 1.0, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     """Guidance gain of every step: k = min(beta, (s^2 tau^2 + (1-tau)^2) / (s^2 tau (1-tau))).
 
     :param times: flow times t. :param beta: upper bound, reached at tau = 0 and tau = 1 where k is infinite.

@@ -127,7 +127,8 @@ class Tape:
         self._calls: list[Call] = []
         self._writers: dict[int, Call] = {}
         names = [field.name for field in fields(Ops) if field.name != "reasons"]
-        self.ops: Ops = replace(ops, **{name: self._kept(name, getattr(ops, name)) for name in names})
+        kept: dict[str, Any] = {name: self._kept(name, getattr(ops, name)) for name in names}
+        self.ops: Ops = replace(ops, **kept)
 
     def _kept(self, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
         if op not in RULES:

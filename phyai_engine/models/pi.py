@@ -339,7 +339,7 @@ class PiModel(nn.Module):
         """Of the action tokens: plain for pi0.
 
         pi0.5's is adaRMS with the step's rows, or with those of flow time 0 where a token is clean: tables of a row per
-        token, which only the reference takes. A norm's gate is for the sub-layer behind it, so the next norm applies it.
+        token, which the reference alone takes. A norm's gate is for the sub-layer behind it: the next norm applies it.
         """
         if self.options.variant == "pi0":
             return self.expert.plain_norm(ops)

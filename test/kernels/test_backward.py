@@ -86,8 +86,8 @@ def test_every_operator_has_its_rule() -> None:
 @pytest.mark.parametrize("dtype", ALLOWED, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("op", ["linear", "gelu_mul", "rms_norm", "ada_rms_norm", "layer_norm"])
 def test_it_is_the_gradient_of_the_reference(op: str, dtype: torch.dtype, place: torch.device) -> None:
-    for args, places in cases(op, place):
-        args = cast(args, (*places, *((1, 2) if op == "linear" else ())), dtype)
+    for drawn, places in cases(op, place):
+        args = cast(drawn, (*places, *((1, 2) if op == "linear" else ())), dtype)
         outputs = tuple_of(getattr(reference, op)(*args))
         grads = tuple(torch.randn_like(output) for output in outputs)
         wide = tuple(

@@ -33,7 +33,7 @@ def recorded() -> list[Row]:
     worst: dict[str, tuple[float, float]] = {}
     for c in report.comparisons:
         worst[c.array] = max(worst.get(c.array, (0.0, c.gate)), (c.max_abs, c.gate))
-    shown = ("chunk", "u_guided", "vjp_chunk", "vjp_correction", "vjp_chunk (fp32)", "vjp_correction (fp32)")
+    shown = ("chunk", "u_guided", "vjp_chunk", "vjp_correction", "vjp_chunk fp32", "vjp_correction fp32")
     rows: list[Row] = [(f"rtc_lerobot {a}", f"{worst[a][0]:.1e}, gate {worst[a][1]:.0e}", None) for a in shown]
     count = len({c.name for c in report.comparisons})
     return [*rows, (f"rtc_lerobot: all {count} arrays, three modes", "within their gates", report.passed)]
@@ -46,9 +46,7 @@ def gradient(name: str, steps: tuple[int, ...]) -> Row:
     for step in steps:
         x, error = case.noise(step), case.noise(step + 20)
         grad = case.model.velocity_vjp(case.prefix, x, step)[1](error)
-        worst = max(
-            worst, guidance_cases.worst_directional_error(case, x, error, grad, step, directions=None)
-        )
+        worst = max(worst, guidance_cases.worst_directional_error(case, x, error, grad, step, directions=None))
     count = len(steps) * case.noise(0).numel()
     text = f"worst {worst:.1e} of the gradient's length, n {count}"
     return f"{name}: fp32 gradient against fp64 central differences, steps {steps}", text, worst < 1e-5
@@ -76,7 +74,9 @@ def cost(count: int) -> list[Row]:
     }
     prefix, case = model.prefix(inputs), Case(model, model.prefix(inputs), None)
     x, weight = case.noise(0), torch.ones(1, o.action_horizon, o.action_dim)
-    modes = {text: Guidance.parse(text, 5 if text == "trained" else 0) for text in ("none", "identity", "vjp", "trained")}
+    modes = {
+        text: Guidance.parse(text, 5 if text == "trained" else 0) for text in ("none", "identity", "vjp", "trained")
+    }
     took: dict[str, list[float]] = {text: [] for text in modes}
     for i in range(count + 5):
         for text, guidance in modes.items():
