@@ -216,7 +216,7 @@ def guide_identity(x: Any, u: Any, t: float, *, target: Any, weight: Any, gain: 
 
 
 def guide_vjp(x: Any, u: Any, t: float, *, pull: Pull, target: Any, weight: Any, gain: Any) -> Any:
-    """Velocity pulled towards the target along the denoiser's true gradient (arXiv 2506.07339, eq. 2 to 4).
+    """Velocity pulled towards the target along the denoiser's true gradient (arXiv 2506.07339).
 
     u' = u - k (dx0/dx)^T e with e = W (Y - x0) held constant and x0 = x - t u, so (dx0/dx)^T e = e - t J^T e.
 

@@ -42,7 +42,7 @@ class Runner:
     """Runs batches of rows, one batch at a time: not for concurrent calls.
 
     :param buckets: allowed batch sizes; a batch is padded to the next one by repeating its first row.
-    :param on_step: called before each update with (step, x [B,H,A], velocity [B,H,A]): device arrays, padded.
+    :param on_step: called at each step with (step, x [B,H,A], velocity [B,H,A]): device arrays, padded.
     :param noise: (seed, H, A) -> [H, A] float32 start noise.
     :param on_phase: called as each phase begins: ``copy_in``, the model's own (``vision``, ``prefix``), ``step 0`` and
         so on, ``copy_out``, and ``end``. Nothing waits for the device at a phase's border.

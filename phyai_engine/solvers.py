@@ -48,17 +48,14 @@ def flow_step(
     times: Sequence[float],
     guidance: Guidance = PLAIN,
     buffers: GuidanceBuffers | None = None,
-    on_step: StepCallback | None = None,
-) -> Any:
-    """x after one guided step; every number that varies between requests is read from ``buffers``.
+) -> tuple[Any, Any]:
+    """One guided step, the same in a captured program as outside: what varies between requests is in ``buffers``.
 
     :param x: [B, H, A], as ``hold_prefix`` or the step before left it. :param times: flow time of each step.
-    :param on_step: told (step, x, velocity) before the update.
+    :return: the velocity that was applied, and x after it.
     """
     velocity = guided_velocity(model, prefix, x, step, times[step], guidance, buffers)
-    if on_step is not None:
-        on_step(step, x, velocity)
-    return hold_prefix(euler_step(x, velocity, len(times)), guidance, buffers)
+    return velocity, hold_prefix(euler_step(x, velocity, len(times)), guidance, buffers)
 
 
 def hold_prefix(x: Any, guidance: Guidance, buffers: GuidanceBuffers | None) -> Any:
@@ -82,11 +79,15 @@ def euler_flow(
     """From noise to actions.
 
     :param x: [B, H, A], noise. :param goes_on: asked before each step; the first False ends the flow.
+    :param on_step: told (step, x before it, the velocity that was applied).
     :return: like x; None if it was ended.
     """
     x = hold_prefix(x, guidance, buffers)
     for step in range(len(times)):
         if not goes_on(step):
             return None
-        x = flow_step(model, prefix, x, step, times, guidance, buffers, on_step)
+        velocity, after = flow_step(model, prefix, x, step, times, guidance, buffers)
+        if on_step is not None:
+            on_step(step, x, velocity)
+        x = after
     return x

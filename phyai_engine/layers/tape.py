@@ -27,14 +27,15 @@ Found = Iterator[tuple[Tensor, Tensor]]
 class Call:
     """One operator call.
 
-    :param outputs: its results; then, of split_rotate, the slabs it wrote into.
-    :param writer: of attend, the call that wrote into its keys before; None: they depend on nothing here.
+    :param outputs: its results; then the slabs it wrote into.
+    :param own: of attend, first column [B] and number of columns that a kept call wrote into its keys; None: the keys
+        depend on nothing here.
     """
 
     op: str
     args: tuple[Any, ...]
     outputs: tuple[Tensor, ...]
-    writer: Call | None
+    own: tuple[Tensor, int] | None = None
 
 
 Rule = Callable[..., Found]
@@ -92,10 +93,7 @@ def _split_rotate(
 def _attend(
     call: Call, grads: Grads, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None
 ) -> Found:
-    if call.writer is None:
-        start, count = torch.zeros(len(query), dtype=torch.int64, device=query.device), 0
-    else:
-        start, count = call.writer.args[4], call.writer.args[0].shape[1]
+    start, count = call.own or (torch.zeros(len(query), dtype=torch.int64, device=query.device), 0)
     grad_query, grad_keys, grad_values = backward.attend(grads[0], query, keys, values, lengths, start, count)
     yield query, grad_query
     if count:
@@ -114,7 +112,9 @@ RULES: Mapping[str, Rule] = {
 }
 """Operator -> its backward. A new field of ``Ops`` that an action head calls needs its row."""
 
-_WRITTEN: Mapping[str, tuple[int, ...]] = {"split_rotate": (2, 3)}  # arguments that a call writes into
+# Operators that write into slabs: which of their arguments are the keys, the values and the first columns. The first
+# argument has the tokens.
+_WRITES: Mapping[str, tuple[int, int, int]] = {"split_rotate": (2, 3, 4)}
 
 
 class Tape:
@@ -125,7 +125,7 @@ class Tape:
 
     def __init__(self, ops: Ops) -> None:
         self._calls: list[Call] = []
-        self._writers: dict[int, Call] = {}
+        self._own: dict[int, tuple[Tensor, int]] = {}
         names = [field.name for field in fields(Ops) if field.name != "reasons"]
         kept: dict[str, Any] = {name: self._kept(name, getattr(ops, name)) for name in names}
         self.ops: Ops = replace(ops, **kept)
@@ -136,12 +136,12 @@ class Tape:
 
         def call(*args: Any) -> Any:
             result = implementation(*args)
-            returned = result if isinstance(result, tuple) else (result,)
-            written = tuple(args[i] for i in _WRITTEN.get(op, ()))
-            writer = self._writers.get(id(args[1])) if op == "attend" else None
-            kept = Call(op, args, (*returned, *written), writer)
-            self._calls.append(kept)
-            self._writers |= {id(slab): kept for slab in written}
+            outputs = result if isinstance(result, tuple) else (result,)
+            if op in _WRITES:
+                keys, values, start = (args[i] for i in _WRITES[op])
+                self._own[id(keys)] = start, args[0].shape[1]
+                outputs = (*outputs, keys, values)
+            self._calls.append(Call(op, args, outputs, self._own.get(id(args[1])) if op == "attend" else None))
             return result
 
         return call

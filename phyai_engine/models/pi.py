@@ -298,9 +298,10 @@ class PiModel(nn.Module):
         :param x: [B, H, A] fp32. :param clean: [B, H, 1] bool, tokens at flow time 0 instead of the step's.
         :return: [B, H, A] fp32.
         """
+        # A fused form takes one row of the time's tables for all tokens; the reference a row per token too.
+        ops = self.ops if clean is None else REFERENCE
         tokens, _ = self._into(x, step, clean)
-        hidden = self.expert(tokens, prefix.actions, self._norm(step, self.ops, clean), self.ops)
-        return self._out(hidden)
+        return self._out(self.expert(tokens, prefix.actions, self._norm(step, ops, clean), ops))
 
     @torch.no_grad()
     def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -336,15 +337,13 @@ class PiModel(nn.Module):
         return velocity
 
     def _norm(self, step: int, ops: Ops, clean: Tensor | None = None) -> Norm:
-        """Of the action tokens: plain for pi0.
+        """Of the action tokens: plain for pi0; pi0.5's is adaRMS with the step's rows, where clean those of time 0.
 
-        pi0.5's is adaRMS with the step's rows, or with those of flow time 0 where a token is clean: tables of a row per
-        token, which the reference alone takes. A norm's gate is for the sub-layer behind it: the next norm applies it.
+        A norm's gate is for the sub-layer behind it, so the next norm applies it.
         """
         if self.options.variant == "pi0":
             return self.expert.plain_norm(ops)
         table, at_zero = self.modulation[step], self.modulation[-1]
-        apply = ops.ada_rms_norm if clean is None else REFERENCE.ada_rms_norm
 
         def row(index: int, part: int) -> Tensor:
             own = table[index, part]
@@ -352,7 +351,7 @@ class PiModel(nn.Module):
 
         def norm(index: int, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
             gate = None if out is None else row(index - 1, 2)
-            return apply(x, row(index, 0), row(index, 1), out, gate)
+            return ops.ada_rms_norm(x, row(index, 0), row(index, 1), out, gate)
 
         return norm
 

@@ -97,7 +97,7 @@ def test_it_is_the_gradient_of_the_reference(op: str, dtype: torch.dtype, place:
         results = tuple_of(getattr(reference, op)(*wide))
         leaves = [wide[i] for i in places]
         wanted = torch.autograd.grad(results, leaves, [grad.float() for grad in grads])
-        found = {id(tensor): grad for tensor, grad in RULES[op](Call(op, args, outputs, None), grads, *args)}
+        found = {id(tensor): grad for tensor, grad in RULES[op](Call(op, args, outputs), grads, *args)}
         assert len(found) == len(places)
         for i, expected in zip(places, wanted, strict=True):
             agree(found[id(args[i])], expected, dtype)
@@ -110,7 +110,7 @@ def test_a_result_that_nothing_follows_adds_nothing(op: str, place: torch.device
     grad = torch.randn_like(outputs[0])
     for given in ((grad, None), (None, grad)):
         filled = tuple(torch.zeros_like(grad) if part is None else part for part in given)
-        pairs = [list(RULES[op](Call(op, args, outputs, None), grads, *args)) for grads in (given, filled)]
+        pairs = [list(RULES[op](Call(op, args, outputs), grads, *args)) for grads in (given, filled)]
         for (_, ours), (_, theirs) in zip(*pairs, strict=True):
             assert torch.equal(ours, theirs)
 
