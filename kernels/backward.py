@@ -96,13 +96,13 @@ def attend(
         logits = logits.masked_fill(hidden[:, None, None], float("-inf"))
     weights = torch.softmax(logits, dim=-1)
     grad_weights = (grad_mixed @ values.transpose(-1, -2)).float()
-    mean = (weights * grad_weights).sum(dim=-1, keepdim=True)
-    grad_logits = (weights * (grad_weights - mean) * dim**-0.5).to(query.dtype)
+    grad_logits = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32).to(query.dtype)
     columns = start[:, None] + torch.arange(count, device=query.device)
     at = columns[:, None, None].expand(batch, kv_heads, grouped.shape[2], count)
     grad_keys = grad_logits.gather(3, at).transpose(-1, -2) @ grouped
-    grad_values = weights.to(values.dtype).gather(3, at).transpose(-1, -2) @ grad_mixed
-    return (grad_logits @ keys).view(query.shape), grad_keys, grad_values
+    grad_values = weights.gather(3, at).to(values.dtype).transpose(-1, -2) @ grad_mixed
+    # The logits' scale on the small products instead of all logits.
+    return (grad_logits @ keys).view(query.shape) * dim**-0.5, grad_keys * dim**-0.5, grad_values
 
 
 def _rms(grad_stream: Tensor | None, grad_normed: Tensor | None, stream: Tensor, offset: Tensor) -> Tensor:
