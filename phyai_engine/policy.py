@@ -75,7 +75,7 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
     loaded: Model = getattr(importlib.import_module(entry.module), entry.name).load(model)
     for swap in swapped_cameras(robot, loaded.spec.cameras):
         _log.warning("%s", swap)
-    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded), weights_note(model))
+    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded, guidance=model.rtc.guide), weights_note(model))
 
 
 def weights_note(model: ModelConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from phyai_engine.config import (
     ActionEntry,
@@ -19,6 +20,7 @@ from phyai_engine.config import (
     ModelConfig,
     Normalisation,
     RobotConfig,
+    RtcOptions,
     StateEntry,
     load_model,
     load_robot,
@@ -87,6 +89,22 @@ def test_a_chunk_carries_its_request_its_actions_in_robot_units_and_its_stages()
     assert t.denoise_ms >= 16
     assert 0 < t.encode_ms + t.prefix_ms + t.denoise_ms + t.decode_ms <= t.inference_ms
     assert np.isnan([t.queue_ms, t.transfer_ms]).all()
+
+
+@pytest.mark.parametrize("guidance", ["none", "identity", "gauss", "vjp", "vjp_early:1", "prefix_lock", "trained"])
+def test_every_guidance_of_a_model_file_answers(guidance: str) -> None:
+    """From the committed actions in robot units to those of the chunk; locked rows come back as they were sent."""
+    model = structs.replace(
+        tiny(), normalisation=Normalisation(kind="limits"), rtc=RtcOptions(guidance=guidance, rtc_max_delay=2)
+    )
+    policy = load_policy(ROBOT, model)
+    assert len(policy.warm_up(2)) == 2
+    committed = Committed(np.array([[0.5, -1.0], [0.6, -0.9], [0.7, -0.8]]), delay_steps=2, execution_steps=1)
+    free, guided = (chunk_of(policy.infer([ask(committed=c)])[0]).actions for c in (None, committed))
+    assert np.isfinite(guided).all()
+    assert (np.abs(guided - free).max() > 1e-3) == (guidance != "none")
+    if guidance in ("gauss", "prefix_lock", "trained"):
+        np.testing.assert_allclose(guided[:2], committed.actions[:2], atol=1e-5)
 
 
 def test_one_bad_request_does_not_lose_the_others() -> None:
