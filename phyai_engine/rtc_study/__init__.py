@@ -1,1 +1,1 @@
-"""``phyai rtc-study``: what the handoff method is worth, on a small task with two ways out, against the inference delay."""
+"""``phyai rtc-study``: what each handoff method is worth as inference gets slower, on a small task with two ways out."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from msgspec import Struct
 from rich.console import Console
-from rich.table import Table
 
 from phyai_engine.config import cache_dir
 from phyai_engine.errors import ConfigError, EngineError
@@ -21,10 +19,11 @@ from phyai_engine.rtc_study.play import play
 from phyai_engine.rtc_study.result import Study, claims, percent
 from phyai_engine.rtc_study.sampling import STEPS, Head, Method
 from phyai_engine.rtc_study.scores import Cell, score
+from phyai_engine.rtc_study.table import table
 from phyai_engine.rtc_study.task import HORIZON
 
 GOOD = 0.9  # success of `sync` at d = 1 from which differences between methods mean something
-PROBE_EPISODES = 512
+PROBE_EPISODES, PROBE_SEED = 512, 2  # other episodes than those of the default seed
 
 
 class StudyOptions(Struct, frozen=True, kw_only=True):
@@ -50,7 +49,9 @@ def parse_options(methods: str, delays: str, *, episodes: int, seed: int) -> Stu
     if wrong := [delay for delay in given if not delay.isdecimal()]:
         raise ConfigError("not a delay in steps", got=", ".join(wrong), wanted="whole numbers, as in 0,2,4")
     steps = tuple(sorted({int(delay) for delay in given})) or StudyOptions().delays
-    return StudyOptions(methods=tuple(m for m in Method if m.value in names), delays=steps, episodes=episodes, seed=seed)
+    return StudyOptions(
+        methods=tuple(m for m in Method if m.value in names), delays=steps, episodes=episodes, seed=seed
+    )
 
 
 def study_command(options: StudyOptions, out: Path | None = None, plot: Path | None = None) -> None:
@@ -86,7 +87,7 @@ def run_study(options: StudyOptions, progress: Console) -> Study:
             wanted=f"delays 0..{HORIZON // 2} (d <= s <= H - d with H = {HORIZON}), a method and an episode at least",
         )
     began = time.perf_counter()
-    head = Head(policy_net(options.recipe, options.seed, progress))
+    head = Head(policy_net(options.recipe, progress))
     trained = time.perf_counter()
     cells = list(_cells(options, head, progress))
     return Study(
@@ -94,21 +95,21 @@ def run_study(options: StudyOptions, progress: Console) -> Study:
         horizon=HORIZON,
         denoising_steps=STEPS,
         seed=options.seed,
-        host=f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        host=f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
         train_s=round(trained - began, 1),
         play_s=round(time.perf_counter() - trained, 1),
         cells=tuple(cells),
     )
 
 
-def policy_net(recipe: Recipe, seed: int, progress: Console) -> ChunkNet:
+def policy_net(recipe: Recipe, progress: Console) -> ChunkNet:
     """The cached policy, or a new one.
 
-    :param seed: of the reported episodes; those that judge the training have another.
+    :raises EngineError: it does not learn.
     """
 
     def good(net: ChunkNet) -> bool:
-        played = play(Head(net), recipe.task, Method.SYNC, 1, episodes=PROBE_EPISODES, seed=seed + 1)
+        played = play(Head(net), recipe.task, Method.SYNC, 1, episodes=PROBE_EPISODES, seed=PROBE_SEED)
         cell = score(Method.SYNC.value, played, recipe.task.dt_s)
         progress.print(f"sync at d = 1: {percent(cell)}, wanted more than {GOOD:.0%}", highlight=False)
         return cell.success.share > GOOD
@@ -117,7 +118,9 @@ def policy_net(recipe: Recipe, seed: int, progress: Console) -> ChunkNet:
     progress.print(f"policy: from {folder}, or trained in some minutes …", highlight=False)
     net = trained_net(recipe, folder, good)
     if net is None:
-        raise EngineError("the policy did not learn the task", wanted=f"sync at d = 1 above {GOOD:.0%}", do="Change the recipe.")
+        raise EngineError(
+            "the policy did not learn the task", wanted=f"sync at d = 1 above {GOOD:.0%}", do="Change the recipe."
+        )
     return net
 
 
@@ -130,38 +133,3 @@ def _cells(options: StudyOptions, head: Head, progress: Console) -> Iterable[Cel
             seconds = time.perf_counter() - began
             progress.print(f"{method.value:18} d = {delay}: {percent(cell)}, {seconds:.1f} s", highlight=False)
             yield cell
-
-
-def table(study: Study) -> Table:
-    """One row per cell."""
-    n = max(cell.episodes for cell in study.cells)
-    title = f"phyai rtc-study: {n} episodes per row, H = {study.horizon}, N = beta = {study.denoising_steps}, s = max(d, 1)"
-    made = Table(title=title, title_justify="left")
-    made.add_column("method", no_wrap=True)
-    for heading in ("d", "success % [95 %]", "jump p50", "p90", "p99", "jerk mean", "handoff p99", "frozen", "to goal s"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    for method in study.methods():
-        made.add_section()
-        for cell in (cell for cell in study.cells if cell.method == method.value):
-            made.add_row(*_row(cell))
-    made.caption = "jump: ratio to the step within the chunk. jerk in m/s^3. frozen: m/s. to goal: with stops"
-    return made
-
-
-def _row(cell: Cell) -> Sequence[str]:
-    jump = cell.jump_ratio
-    s = cell.success
-    return (
-        cell.method,
-        str(cell.delay_steps),
-        f"{100 * s.share:.1f} [{100 * s.low:.1f}, {100 * s.high:.1f}]",
-        *(("–", "–", "–") if jump is None else (f"{jump.p50:.2f}", f"{jump.p90:.2f}", f"{jump.p99:.2f}")),
-        f"{cell.jerk_mean_m_s3:.1f}",
-        _or_dash(cell.jerk_handoff_p99_m_s3, 0),
-        _or_dash(cell.frozen_error_m_s, 3),
-        _or_dash(cell.seconds_to_goal, 2),
-    )
-
-
-def _or_dash(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"

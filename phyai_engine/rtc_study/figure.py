@@ -95,7 +95,9 @@ def _axes(panel: Panel) -> list[str]:
     for tick in panel.ticks:
         y = panel.y(tick)
         parts.append(_line(panel.left, y, panel.right, y, GRID, 1.0))
-        parts.append(f'<text x="{panel.left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="{MUTED}">{panel.label(tick)}</text>')
+        parts.append(
+            f'<text x="{panel.left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="{MUTED}">{panel.label(tick)}</text>'
+        )
     for delay in range(panel.last + 1):
         parts.append(
             f'<text x="{panel.x(delay):.1f}" y="{BOTTOM + 18}" text-anchor="middle" fill="{MUTED}">{delay}</text>'

@@ -76,8 +76,8 @@ class ChunkNet(nn.Module):
         hidden = functional.silu(self.enter(torch.cat(features, dim=1)))
         for norm, block in zip(self.norms, self.blocks, strict=True):
             hidden = hidden + functional.silu(block(norm(hidden)))
-        out: Tensor = self.leave(hidden)
-        return out.unflatten(1, (HORIZON, ACTIONS))
+        out: Tensor = self.leave(hidden).view(-1, HORIZON, ACTIONS)
+        return out
 
     def _seen(self, values: Tensor) -> Tensor:
         """[B, K] -> [B, K * seen]: the value and its sines and cosines."""
@@ -159,7 +159,8 @@ def flow_loss(net: ChunkNet, observation: Tensor, chunk: Tensor, noise: Tensor, 
     x = times[..., None] * noise + (1.0 - times[..., None]) * chunk
     error = (net(x, times, observation) - (noise - chunk)).square().mean(dim=2)
     free = (~clean).float()
-    return (error * free).sum() / free.sum()
+    loss: Tensor = (error * free).sum() / free.sum()
+    return loss
 
 
 def save(net: ChunkNet, path: Path) -> None:

@@ -93,7 +93,8 @@ def play(head: Head, task: Task, method: Method, delay: int, *, episodes: int, s
     timeline = Timeline(delay, stops=method is Method.SYNC)
     chance = _Chance(seed, episodes)
     masses = start(task, episodes, chance.of_start())
-    running, touched, reached = np.ones(episodes, bool), np.zeros(episodes, bool), np.zeros(episodes, bool)
+    touched: Bools = np.zeros(episodes, bool)
+    running, reached = ~touched, touched
     ticks = np.full(episodes, np.nan)
     chunks: list[F64] = []
     commands, ran = [], []

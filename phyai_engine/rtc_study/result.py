@@ -82,7 +82,9 @@ def claims(study: Study) -> list[Claim]:
     naive = study.cell(Method.NAIVE_ASYNC, last)
     if naive is not None and naive.jump_ratio is not None:
         ratio = naive.jump_ratio.p50
-        rows.append((f"naive_async: median jump ratio at d = {last} >= {RATIO_JUMPS:g}", f"{ratio:.2f}", ratio >= RATIO_JUMPS))
+        rows.append(
+            (f"naive_async: median jump ratio at d = {last} >= {RATIO_JUMPS:g}", f"{ratio:.2f}", ratio >= RATIO_JUMPS)
+        )
     return rows
 
 

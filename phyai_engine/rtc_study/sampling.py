@@ -95,9 +95,7 @@ class Head:
         return u.detach(), pull
 
 
-def sample(
-    head: Head, position: F64, noise: F32, guidance: Guidance = FREE, committed: Committed | None = None
-) -> F64:
+def sample(head: Head, position: F64, noise: F32, guidance: Guidance = FREE, committed: Committed | None = None) -> F64:
     """Draw one chunk per row.
 
     :param position: [B, 2] m. :param noise: [B, H, 2] standard normal. :param committed: None: nothing is continued.
@@ -140,4 +138,5 @@ def _coherent(head: Head, position: F64, noise: F32, committed: Committed) -> F6
     count, rows = noise.shape[:2]
     drawn = sample(head, np.tile(position, (count, 1)), noise.reshape(-1, *noise.shape[2:])).reshape(noise.shape)
     apart = np.linalg.norm(drawn - committed.target, axis=3) @ committed.weights  # [CANDIDATES, B]
-    return drawn[apart.argmin(axis=0), np.arange(rows)]
+    nearest: F64 = drawn[apart.argmin(axis=0), np.arange(rows)]
+    return nearest

@@ -44,13 +44,13 @@ class Task(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     plate_to: float = 4.5
     plate_half: float = 1.0
     goal: float = 6.0
-    decide_from: float = 1.8
-    decide_to: float = 2.2
+    decide_from: float = 2.4
+    decide_to: float = 2.6
     pass_at: float = 1.4
     return_at: float = 4.7
-    lateral: float = 1.0
-    pull: float = 2.0
-    drift: float = 0.25
+    lateral: float = 1.5
+    pull: float = 4.0
+    drift: float = 0.15
     drift_time_s: float = 2.0
 
 
@@ -105,7 +105,8 @@ def demonstrate(task: Task, episodes: int, seed: int) -> Demonstrations:
     kept = np.exp(-task.dt_s / task.drift_time_s)
     fresh = task.drift * np.sqrt(1.0 - kept**2)
     steps = round(1.6 * task.goal / (task.cruise * task.dt_s))  # slow ones end before the goal line: only rare
-    positions, commands = (np.empty((steps, episodes, ACTIONS)) for _ in range(2))
+    positions: F64 = np.empty((steps, episodes, ACTIONS))
+    commands: F64 = np.empty_like(positions)
     touched = np.zeros(episodes, dtype=bool)
     for step in range(steps):
         x, y = masses.position.T

@@ -15,7 +15,7 @@ from phyai_engine.rtc_study.sampling import CANDIDATES, GUIDANCE, Committed, Hea
 from phyai_engine.rtc_study.scores import score, wilson
 from phyai_engine.rtc_study.task import ACTIONS, HORIZON, Masses, Task, advance, demonstrate, touches
 
-TINY = Recipe(demonstrations=60, width=24, blocks=1, batch=64, steps=60)
+TINY = Recipe(demonstrations=60, width=24, blocks=1, batch=64, steps=60, learning_rate=5e-3)
 DELAYS = range(HORIZON // 2 + 1)
 
 
@@ -115,7 +115,7 @@ def test_sync_stands_while_it_infers(delay: int) -> None:
 
 @pytest.mark.parametrize("delay", [-1, HORIZON // 2 + 1])
 def test_an_infeasible_delay_is_refused(head: Head, delay: int) -> None:
-    with pytest.raises(ValueError, match="wanted 0..4"):
+    with pytest.raises(ValueError, match=r"wanted 0\.\.4"):
         play.play(head, Task(), Method.TRAINED, delay, episodes=1, seed=1)
 
 
@@ -187,7 +187,8 @@ def test_bid_takes_the_draw_nearest_to_the_committed_rows(head: Head) -> None:
     chosen = draw(head, Method.BID, observations(3), noise, given)
     for row in range(3):
         costs = [
-            sum(w * np.linalg.norm(d[row, i] - given.target[row, i]) for i, w in enumerate(given.weights)) for d in drawn
+            sum(w * np.linalg.norm(d[row, i] - given.target[row, i]) for i, w in enumerate(given.weights))
+            for d in drawn
         ]
         np.testing.assert_allclose(chosen[row], drawn[int(np.argmin(costs)), row], atol=1e-5)
 
@@ -224,7 +225,9 @@ def test_a_cell_is_repeatable(head: Head) -> None:
 
 def test_methods_meet_the_same_chance(head: Head) -> None:
     """The first chunk, and what happens until the first handoff, are the same for all."""
-    first = [play.play(head, Task(), m, 2, episodes=3, seed=5) for m in (Method.NAIVE_ASYNC, Method.TRAINED, Method.BID)]
+    first = [
+        play.play(head, Task(), m, 2, episodes=3, seed=5) for m in (Method.NAIVE_ASYNC, Method.TRAINED, Method.BID)
+    ]
     for played in first[1:]:
         np.testing.assert_allclose(played.chunks[0], first[0].chunks[0], atol=1e-5)
         np.testing.assert_allclose(played.commands[:4], first[0].commands[:4], atol=1e-5)

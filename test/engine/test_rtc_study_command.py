@@ -19,7 +19,7 @@ from phyai_engine.rtc_study.sampling import Method
 from phyai_engine.rtc_study.scores import Cell, Spread, wilson
 from phyai_engine.rtc_study.task import ACTIONS, HORIZON, Task
 
-TINY = Recipe(demonstrations=60, width=24, blocks=1, batch=64, steps=60)
+TINY = Recipe(demonstrations=60, width=24, blocks=1, batch=64, steps=60, learning_rate=5e-3)
 
 
 def test_the_loss_looks_at_the_rows_behind_the_prefix_only() -> None:
@@ -31,7 +31,8 @@ def test_the_loss_looks_at_the_rows_behind_the_prefix_only() -> None:
     other = noise.clone()
     other[:, :3] = 9.0  # noise of clean rows is never seen
     assert torch.equal(
-        flow_loss(small, observation, chunk, noise, time, prefix), flow_loss(small, observation, chunk, other, time, prefix)
+        flow_loss(small, observation, chunk, noise, time, prefix),
+        flow_loss(small, observation, chunk, other, time, prefix),
     )
     free = flow_loss(small, observation, chunk, noise, time, torch.zeros(4))
     assert not torch.equal(free, flow_loss(small, observation, chunk, other, time, torch.zeros(4)))

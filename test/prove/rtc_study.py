@@ -14,23 +14,8 @@ from rich.console import Console
 
 from phyai_engine.rtc_study.command import StudyOptions, run_study
 from phyai_engine.rtc_study.figure import svg
-from phyai_engine.rtc_study.result import Study, claims, percent
-from phyai_engine.rtc_study.scores import Cell
-
-
-def row(cell: Cell) -> tuple[str, ...]:
-    jump = cell.jump_ratio
-    frozen = cell.frozen_error_m_s
-    return (
-        cell.method,
-        str(cell.delay_steps),
-        percent(cell),
-        "" if jump is None else f"{jump.p50:.2f} / {jump.p90:.2f} / {jump.p99:.2f}",
-        f"{cell.jerk_mean_m_s3:.1f}",
-        "" if cell.jerk_handoff_p99_m_s3 is None else f"{cell.jerk_handoff_p99_m_s3:.0f}",
-        "" if frozen is None else f"{frozen:.3f}",
-        "" if cell.seconds_to_goal is None else f"{cell.seconds_to_goal:.2f}",
-    )
+from phyai_engine.rtc_study.result import Study, claims
+from phyai_engine.rtc_study.table import COLUMNS, row
 
 
 def shown(study: Study) -> list[tuple[str, ...]]:
@@ -51,9 +36,8 @@ def main() -> int:
         study.save(chosen.out)
     if chosen.plot is not None:
         chosen.plot.write_text(svg(study), encoding="utf-8")
-    columns = ("method", "d", "success [95 %]", "jump ratio p50 / p90 / p99", "jerk mean", "p99 at handoffs", "frozen", "s")
     title = f"rtc-study: {chosen.episodes} episodes per row; training {study.train_s} s, play {study.play_s} s"
-    show(title, columns, shown(study), log=chosen.log)
+    show(title, COLUMNS, shown(study), log=chosen.log)
     return conclude("rtc-study: what is promised", claims(study), log=chosen.log)
 
 
