@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,11 +176,11 @@ def save(net: ChunkNet, path: Path) -> None:
 def load(recipe: Recipe, path: Path) -> ChunkNet | None:
     """The net of that file; None where there is none, or it cannot be read: then it is made again."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             state = {name: torch.from_numpy(stored[name]) for name in stored.files}
         net = ChunkNet(recipe.width, recipe.blocks)
         net.load_state_dict(state)
-    except (OSError, ValueError, EOFError, RuntimeError, KeyError):
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile):
         return None
     return net.requires_grad_(False)
 

@@ -57,12 +57,13 @@ def test_demonstrations_take_both_sides_and_pass_the_plate() -> None:
 
 
 def test_the_side_cannot_be_seen_before_the_decision() -> None:
-    pairs = demonstrate(Task(), 400, seed=3)
+    task = Task()
+    pairs = demonstrate(task, 400, seed=3)
     x, y = pairs.observations.T
-    before = (x > 1.6) & (x < 1.8)
-    last = pairs.chunks[before, -1, 1]  # lateral speed 0.7 s later: both ways
-    assert (last > 0.4).mean() > 0.2
-    assert (last < -0.4).mean() > 0.2
+    before = (x > task.decide_from - 0.2) & (x < task.decide_from)
+    last = pairs.chunks[before, -1, 1]  # lateral speed 0.7 s later: both ways, and nothing between
+    assert (last > 0.4).mean() > 0.4
+    assert (last < -0.4).mean() > 0.4
     assert abs(np.corrcoef(y[before], last)[0, 1]) < 0.5
 
 

@@ -166,6 +166,8 @@ def test_the_command_writes_table_file_and_plot(tmp_path: Path, monkeypatch: pyt
     code, text, _ = run("-n", 3, "--methods", "naive_async,vjp", "--delays", "0,4", "--out", out, "--plot", plot)
     assert code == 0
     assert "rtc-study" in text
+    assert "…" not in text  # nothing is cut at 80 columns
+    assert max(map(len, text.splitlines())) <= 80
     found = msgspec.json.decode(out.read_bytes(), type=Study)
     assert [(c.method, c.delay_steps) for c in found.cells] == [
         ("naive_async", 0),
