@@ -52,13 +52,14 @@ def svg(study: Study) -> str:
     last = max(study.delays())
     highest = max([cell.jump_ratio.p50 for cell in study.cells if cell.jump_ratio], default=1.0)
     power = max(3, math.ceil(math.log2(max(highest, 1.0)) + 0.1))
+    lowest = min(3, math.floor(4 * min(cell.success.low for cell in study.cells))) / 4  # the axis starts at a quarter
     success = Panel(
         "success, 95 % interval",
         46,
         330,
-        (0.0, 0.25, 0.5, 0.75, 1.0),
+        [tick for tick in (0.0, 0.25, 0.5, 0.75, 1.0) if tick >= lowest],
         lambda v: f"{100 * v:.0f} %",
-        lambda v: v,
+        lambda v: (v - lowest) / (1.0 - lowest),
         last,
     )
     jumps = Panel(
