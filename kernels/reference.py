@@ -36,7 +36,7 @@ def ada_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Gated residual add, then RMSNorm whose gain and shift come from the flow time.
 
-    :param x: [..., D], the residual stream. :param scale, shift: [D] fp32.
+    :param x: [..., D], the residual stream. :param scale, shift: [D] fp32; the reference takes a row per token too.
     :param out: like x, the sub-layer's output to add first, times ``gate`` [D] fp32, which is rounded to the
         activation dtype before it is used; both are None or neither.
     :return: the new residual stream (x itself without ``out``), and its normed form.

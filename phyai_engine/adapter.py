@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phyai_engine.config import ModelConfig, RobotConfig
-from phyai_engine.rtc import gain_table, prefix_weights
+from phyai_engine.rtc import prefix_weights
 from phyai_engine.transforms import checks
 from phyai_engine.transforms import image as images
 from phyai_engine.transforms import state as states
@@ -89,7 +89,7 @@ class Adapter:
         seen = request.observation
         checks.check_observation(seen, self.robot)
         with np.errstate(over="ignore"):  # what overflows is refused by name
-            target, weight, gain = self._guidance(request)
+            target, weight, gain, delay = self._guidance(request)
             inputs = self._inputs(seen)
         return Row(
             inputs=inputs,
@@ -97,7 +97,7 @@ class Adapter:
             weight=weight,
             gain=gain,
             seed=request.seed,
-            delay_steps=0 if request.committed is None else request.committed.delay_steps,
+            delay_steps=delay,
             epoch=request.epoch,
             cancel=CancelToken() if cancel is None else cancel,
         )
@@ -169,8 +169,8 @@ class Adapter:
             anchor[known] = normalised[0, known]
         return anchor
 
-    def _guidance(self, request: Request) -> tuple[F32, F32, F32]:
-        """Y [H,A], W [H,A], k [N]. Slots without a target hold the last committed action, at weight 0.
+    def _guidance(self, request: Request) -> tuple[F32, F32, F32, int]:
+        """Y [H,A], W [H,A], k [N], d. Slots without a target hold the last committed action, at weight 0.
 
         Never zeros there: 0 in normalised space is the middle of the data, and would show as a seam.
         """
@@ -179,14 +179,15 @@ class Adapter:
         weight = np.zeros_like(target)
         steps = len(spec.times)
         if committed is None or len(committed.actions) == 0:
-            return target, weight, np.zeros(steps, dtype=np.float32)
+            return target, weight, np.zeros(steps, dtype=np.float32), 0
         checks.check_committed(committed, self.robot, spec.horizon)
         rows, known = self.encode_actions(committed.actions, request.observation.state)
         count, rtc = len(rows), self._model.rtc
         target[:count], target[count:] = rows, rows[-1]
-        decay = prefix_weights(spec.horizon, min(committed.delay_steps, count), count, rtc.mask)
-        weight[:] = decay[:, None] * known
-        return target, weight, gain_table(spec.times, steps if rtc.beta is None else rtc.beta)
+        delay = min(committed.delay_steps, count)
+        weight[:] = prefix_weights(spec.horizon, delay, count, rtc.mask)[:, None] * known
+        gain = rtc.guide.gains(spec.times, steps if rtc.beta is None else rtc.beta, rtc.sigma)
+        return target, weight, gain, delay
 
     def _state_limits(self) -> tuple[F64, F64]:
         """[S] policy units: limits of the joint action that drives an entry; -1..1 (no change) elsewhere."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from phyai_engine.errors import ConfigError
 from phyai_engine.robot_check import check_robot
+from phyai_engine.rtc import Guidance, WeightKind
 from phyai_engine.types import F64, ActionType
 
 T = TypeVar("T")
@@ -248,14 +249,27 @@ class RelativeActions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class RtcOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a new chunk is made to continue the committed actions.
+    """How a new chunk is made to continue the committed actions; rtc.py has the modes and formulas.
 
+    :param guidance: ``none``, ``identity``, ``gauss``, ``vjp``, ``vjp_early:K``, ``prefix_lock`` or ``trained``.
     :param mask: decay of the weight after the frozen steps.
-    :param beta: largest gain; the number of steps if None.
+    :param beta: largest gain; the number of steps if None. :param sigma: prior standard deviation of the actions.
+    :param rtc_max_delay: longest delay the checkpoint was trained to continue, steps; 0 = it was not.
     """
 
-    mask: Literal["exp", "linear", "ones", "zeros"] = "exp"
+    guidance: str = "identity"
+    mask: WeightKind = "exp"
     beta: Positive | None = None
+    sigma: Positive = 1.0
+    rtc_max_delay: Annotated[int, Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        Guidance.parse(self.guidance, self.rtc_max_delay)
+
+    @property
+    def guide(self) -> Guidance:
+        """The mode that ``guidance`` names."""
+        return Guidance.parse(self.guidance, self.rtc_max_delay)
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,104 +9,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from rich.console import Console, JustifyMethod
-from rich.table import Table
+from rich.console import Console
 
 from phyai_engine.config import convert
 from phyai_engine.errors import ConfigError, PhyaiError
+from phyai_engine.golden_report import MODES, NUMBERS, Array, Arrays, Comparison, GoldenReport, errors_of
+from phyai_engine.golden_rtc import rtc_lerobot
 from phyai_engine.models.pi import PiModel, PiOptions, PiPrefix
+from phyai_engine.rtc import Pull
 from phyai_engine.runner import PhaseCallback, Runner
 from phyai_engine.types import Row
 from phyai_engine.weights.header import Stored, stored_tensors
 from phyai_engine.weights.loading import stream_tensors
-
-Array = NDArray[Any]
-Arrays = Mapping[str, Array]
-
-_NUMBERS = "biuf"  # numpy's kinds of dtype that hold real numbers
-
-# How a recorded sample is run: as recorded, as a batch of one, and beside other rows, two of them guided.
-MODES = ("recorded", "alone", "mixed")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One recorded array, or one step of it, in one mode; the error is over all samples.
-
-    :param shape: as recorded, batch included; empty if not recorded.
-    :param max_abs: NaN if a value is not finite, or if there is a fault.
-    :param fault: why the values could not be compared; empty if they were.
-    """
-
-    name: str
-    step: int | None
-    mode: str
-    shape: tuple[int, ...]
-    max_abs: float
-    rel_l2: float
-    gate: float
-    fault: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """NaN fails."""
-        return self.max_abs <= self.gate
-
-    @property
-    def label(self) -> str:
-        """Array name with its step, as in ``v_steps[3]``."""
-        return self.name if self.step is None else f"{self.name}[{self.step}]"
-
-
-@dataclass(frozen=True, slots=True)
-class GoldenReport:
-    """All comparisons of one folder, in the order of the dataflow.
-
-    :param not_compared: recorded arrays that are neither inputs nor known to the family; they fail the
-        report.
-    """
-
-    folder: Path
-    family: str
-    comparisons: tuple[Comparison, ...]
-    not_compared: tuple[str, ...]
-
-    @property
-    def first_bad(self) -> Comparison | None:
-        """The earliest array that leaves its gate: what follows it may only inherit its error."""
-        return next((c for c in self.comparisons if not c.passed), None)
-
-    @property
-    def passed(self) -> bool:
-        """Every recorded array was compared and is within its gate."""
-        return bool(self.comparisons) and self.first_bad is None and not self.not_compared
-
-    def table(self) -> Table:
-        """One line per array: the largest absolute error of each mode, over all steps, and its gate."""
-        title = f"{self.folder.name} ({self.family}): max abs error per mode, worst relative L2"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-        for column in ("array", "shape", *MODES, "rel L2", "gate", ""):
-            justify: JustifyMethod = "left" if column in ("array", "shape", "") else "right"
-            table.add_column(column, justify=justify, no_wrap=True)
-        for name in dict.fromkeys(c.name for c in self.comparisons):
-            same = [c for c in self.comparisons if c.name == name]
-            steps = {c.step for c in same} - {None}
-            shape = "x".join(str(n) for n in (*([len(steps)] if steps else []), *same[0].shape))
-            errors = [max((c.max_abs for c in same if c.mode == m), key=_nan_last) for m in MODES]
-            relative = max((c.rel_l2 for c in same), key=_nan_last)
-            figures = [f"{e:.1e}" for e in (*errors, relative, same[0].gate)]
-            verdict = "[green]ok[/]" if all(c.passed for c in same) else "[red]BAD[/]"
-            table.add_row(name, shape, *figures, verdict)
-        for name in self.not_compared:
-            table.add_row(name, "", *["-"] * 5, "[red]?[/]")
-        return table
 
 
 def run_golden(folder: Path) -> GoldenReport:
@@ -187,17 +106,6 @@ def _object(value: Any, what: str, folder: Path) -> dict[str, Any]:
 
 def _family(config: Mapping[str, Any]) -> str:
     return str(config.get("model") or config.get("model_type") or "")
-
-
-def _nan_last(value: float) -> tuple[bool, float]:
-    return np.isnan(value), value
-
-
-def _errors(ours: Array, theirs: Array) -> tuple[float, float]:
-    """Largest absolute and relative L2 error of equally shaped arrays; NaN as soon as one value is NaN."""
-    difference = ours.astype(np.float64) - theirs.astype(np.float64)
-    norm = max(float(np.linalg.norm(theirs.astype(np.float64))), 1e-30)
-    return float(np.abs(difference).max(initial=0.0)), float(np.linalg.norm(difference)) / norm
 
 
 # --- pi0 and pi0.5 ---
@@ -302,7 +210,7 @@ def _input(recorded: Arrays, name: str, shape: tuple[int, ...], dtype: str, wher
     if name not in recorded:
         raise ConfigError(f"{name!r} is not recorded", where=where)
     array = recorded[name]
-    cast = array.astype(dtype) if array.shape == shape and array.dtype.kind in _NUMBERS else None
+    cast = array.astype(dtype) if array.shape == shape and array.dtype.kind in NUMBERS else None
     if cast is None or (cast.dtype.kind != "f" and not np.array_equal(cast, array)):
         raise ConfigError(
             f"{name} does not fit the model",
@@ -356,8 +264,11 @@ class _PiTap:
                 self.made[f"prefix_{kind}_layer{i}"] = padded
         return prefix
 
-    def velocity(self, prefix: PiPrefix, x: torch.Tensor, step: int) -> torch.Tensor:
-        return self._model.velocity(prefix, x, step)
+    def velocity(self, prefix: PiPrefix, x: torch.Tensor, step: int, clean: torch.Tensor | None = None) -> torch.Tensor:
+        return self._model.velocity(prefix, x, step, clean)
+
+    def velocity_vjp(self, prefix: PiPrefix, x: torch.Tensor, step: int) -> tuple[torch.Tensor, Pull]:
+        return self._model.velocity_vjp(prefix, x, step)
 
 
 def _padded(compact: Array, mask: Array) -> Array:
@@ -413,7 +324,7 @@ def _pi_compare(
     if name not in trace[0]:
         return Comparison(name, step, mode, shape, nan, nan, gate, "the model has no such layer")
     ours = np.stack([sample[name] for sample in trace], axis=1 if name in _PI_STEPS else 0)
-    if ours.shape != theirs.shape or theirs.dtype.kind not in _NUMBERS:
+    if ours.shape != theirs.shape or theirs.dtype.kind not in NUMBERS:
         fault = f"recorded as {theirs.dtype} {list(theirs.shape)}, ours is {ours.dtype} {list(ours.shape)}"
         return Comparison(name, step, mode, shape, nan, nan, gate, fault)
     if step is not None:
@@ -422,7 +333,7 @@ def _pi_compare(
         # Elsewhere the values mean nothing. Our own mask: a recorded one that differs fails by itself.
         valid = np.stack([sample["prefix_mask"] for sample in trace])
         ours, theirs = (_tokens_second(name, array)[valid] for array in (ours, theirs))
-    return Comparison(name, step, mode, shape, *_errors(ours, theirs), gate)
+    return Comparison(name, step, mode, shape, *errors_of(ours, theirs), gate)
 
 
 def _tokens_second(name: str, array: Array) -> Array:
@@ -430,4 +341,8 @@ def _tokens_second(name: str, array: Array) -> Array:
     return array.swapaxes(1, 2) if _PI_CACHE.fullmatch(name) else array
 
 
-FAMILIES: Mapping[str, Callable[[Path, Mapping[str, Any], Arrays], GoldenReport]] = {"pi0": _pi, "pi05": _pi}
+FAMILIES: Mapping[str, Callable[[Path, Mapping[str, Any], Arrays], GoldenReport]] = {
+    "pi0": _pi,
+    "pi05": _pi,
+    "rtc_lerobot": rtc_lerobot,
+}

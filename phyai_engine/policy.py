@@ -76,7 +76,7 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
     for swap in swapped_cameras(robot, loaded.spec.cameras):
         _log.warning("%s", swap)
     note = f"{model.family}, {model.checkpoint}" if model.checkpoint else f"{model.family}, {entry.untrained}"
-    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded), note)
+    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded, guidance=model.rtc.guide), note)
 
 
 class Policy:

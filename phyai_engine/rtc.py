@@ -65,7 +65,7 @@ class Guidance:
     :param max_delay: d_max of ``trained``, the longest prefix seen in training; 0 = no limit (every other mode).
     """
 
-    mode: GuidanceMode = GuidanceMode.IDENTITY
+    mode: GuidanceMode
     early_steps: int = 0
     max_delay: int = 0
 
@@ -78,19 +78,18 @@ class Guidance:
         :raises ValueError: unknown mode, a missing or superfluous number, or ``trained`` without a declared d_max.
         """
         name, colon, count = text.partition(":")
+        early = GuidanceMode.VJP_EARLY.value
         known = [mode.value for mode in GuidanceMode]
-        if name not in known or bool(colon) != (name == GuidanceMode.VJP_EARLY):
-            wanted = ", ".join(f"{mode}:K" if mode == GuidanceMode.VJP_EARLY else mode for mode in known)
+        counted = count.isascii() and count.isdecimal() and int(count) >= 1
+        if name not in known or bool(colon) != (name == early) or bool(colon) != counted:
+            wanted = ", ".join(f"{each}:K with K >= 1" if each == early else each for each in known)
             raise ValueError(f"guidance is {text!r}, wanted one of {wanted}")
         mode = GuidanceMode(name)
-        if colon and not (count.isdecimal() and int(count) >= 1):
-            raise ValueError(f"guidance is {text!r}, wanted a number of steps >= 1 behind the colon")
         if mode is not GuidanceMode.TRAINED:
             return cls(mode, int(count or 0))
         if max_delay < 1:
             raise ValueError(
-                "guidance 'trained' needs a checkpoint that was trained with a delay, and its rtc_max_delay is 0; "
-                "choose vjp or identity"
+                "guidance is 'trained' and rtc_max_delay 0, wanted the longest delay seen in training, >= 1"
             )
         return cls(mode, 0, max_delay)
 
@@ -127,6 +126,10 @@ class Guidance:
             locked = np.arange(len(row.target)) < row.delay_steps
             return np.broadcast_to(locked[:, None], row.target.shape)
         return row.weight != 0 if self.weighs and row.gain.any() else np.zeros(row.weight.shape, np.bool_)
+
+
+PLAIN = Guidance(GuidanceMode.NONE)
+IDENTITY = Guidance(GuidanceMode.IDENTITY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,9 +188,7 @@ def prefix_weights(
     return shapes[kind].astype(dtype)
 
 
-def gain_table(
-    times: Sequence[float], beta: float, sigma: float = 1.0, dtype: DTypeLike = np.float32
-) -> NDArray[Any]:
+def gain_table(times: Sequence[float], beta: float, sigma: float = 1.0, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     """Guidance gain of every step: k = min(beta, (s^2 tau^2 + (1-tau)^2) / (s^2 tau (1-tau))).
 
     :param times: flow times t. :param beta: upper bound, reached at tau = 0 and tau = 1 where k is infinite.
@@ -215,7 +216,7 @@ def guide_identity(x: Any, u: Any, t: float, *, target: Any, weight: Any, gain: 
 
 
 def guide_vjp(x: Any, u: Any, t: float, *, pull: Pull, target: Any, weight: Any, gain: Any) -> Any:
-    """Velocity pulled towards the target along the denoiser's true gradient (arXiv 2506.07339, eq. 2 to 4).
+    """Velocity pulled towards the target along the denoiser's true gradient (arXiv 2506.07339).
 
     u' = u - k (dx0/dx)^T e with e = W (Y - x0) held constant and x0 = x - t u, so (dx0/dx)^T e = e - t J^T e.
 

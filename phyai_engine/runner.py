@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from phyai_engine.errors import EngineError
 from phyai_engine.models import Model
 from phyai_engine.noise import standard_normal
-from phyai_engine.rtc import guide_identity
-from phyai_engine.solvers import euler_step
+from phyai_engine.rtc import IDENTITY, Guidance, GuidanceBuffers
+from phyai_engine.solvers import StepCallback, euler_flow
 from phyai_engine.types import F32, Row
 
 NoiseSource = Callable[[int, int, int], F32]
-StepCallback = Callable[[int, Any, Any], None]
 PhaseCallback = Callable[[str], None]
 
 
@@ -43,10 +42,11 @@ class Runner:
     """Runs batches of rows, one batch at a time: not for concurrent calls.
 
     :param buckets: allowed batch sizes; a batch is padded to the next one by repeating its first row.
-    :param on_step: called before each update with (step, x [B,H,A], velocity [B,H,A]): device arrays, padded.
+    :param on_step: called at each step with (step, x [B,H,A], velocity [B,H,A]): device arrays, padded.
     :param noise: (seed, H, A) -> [H, A] float32 start noise.
     :param on_phase: called as each phase begins: ``copy_in``, the model's own (``vision``, ``prefix``), ``step 0`` and
         so on, ``copy_out``, and ``end``. Nothing waits for the device at a phase's border.
+    :param guidance: how rows that carry committed actions continue them.
     """
 
     def __init__(
@@ -56,8 +56,10 @@ class Runner:
         on_step: StepCallback | None = None,
         noise: NoiseSource = standard_normal,
         on_phase: PhaseCallback = lambda _: None,
+        guidance: Guidance = IDENTITY,
     ) -> None:
         self.model = model
+        self.guidance = guidance
         self.buckets = tuple(sorted(set(buckets)))
         self._on_step = on_step
         self._noise = noise
@@ -102,30 +104,24 @@ class Runner:
     def _denoise(self, prefix: Any, padded: Sequence[Row], rows: Sequence[Row]) -> Any:
         """The solver loop; None once every real row is cancelled."""
         spec = self.model.spec
-        x = self._stack([self._noise(row.seed, spec.horizon, spec.action_dim) for row in padded])
-        guidance = self._guidance(padded)
-        for step, t in enumerate(spec.times):
-            if all(row.cancel.cancelled for row in rows):
-                return None
-            self._on_phase(f"step {step}")
-            velocity = self.model.velocity(prefix, x, step)
-            if guidance is not None:
-                target, weight, gain = guidance
-                velocity = guide_identity(x, velocity, t, target=target, weight=weight, gain=gain[step])
-            if self._on_step is not None:
-                self._on_step(step, x, velocity)
-            x = euler_step(x, velocity, len(spec.times))
-        return x
 
-    def _guidance(self, padded: Sequence[Row]) -> tuple[Any, Any, Any] | None:
-        """Y [B,H,A], W [B,H,A] and k [N,B,1,1] on the device; None if no row of the batch is guided."""
-        if not any(row.weight.any() and row.gain.any() for row in padded):
+        def goes_on(step: int) -> bool:
+            if all(row.cancel.cancelled for row in rows):
+                return False
+            self._on_phase(f"step {step}")
+            return True
+
+        x = self._stack([self._noise(row.seed, spec.horizon, spec.action_dim) for row in padded])
+        buffers = self._buffers(padded)
+        return euler_flow(
+            self.model, prefix, x, spec.times, self.guidance, buffers, goes_on=goes_on, on_step=self._on_step
+        )
+
+    def _buffers(self, padded: Sequence[Row]) -> GuidanceBuffers | None:
+        """What guides the batch; None where no row asks for it, which saves the gradient and changes no bit."""
+        if not any(self.guidance.reads(row).any() for row in padded):
             return None
-        # What stands under weight 0 is no target and may be anything; 0 * NaN would still be NaN.
-        target = self._stack([np.where(row.weight != 0, row.target, np.float32(0)) for row in padded])
-        weight = self._stack([row.weight for row in padded])
-        gain = np.stack([row.gain for row in padded], axis=1)[:, :, None, None]
-        return target, weight, self.model.to_device(gain)
+        return GuidanceBuffers.of(self.guidance, padded).to(self.model.to_device)
 
     def _stack(self, arrays: Sequence[NDArray[Any]]) -> Any:
         return self.model.to_device(np.stack(arrays))
@@ -167,10 +163,19 @@ class Runner:
         for name, array in (
             ("weight", row.weight),
             ("gain", row.gain),
-            ("target", row.target[row.weight != 0]),
+            ("target", row.target[self.guidance.reads(row)]),
         ):
             if not np.isfinite(array).all():
                 raise EngineError(f"{name} is not finite", where=where, do="Give weight 0 where there is no target.")
+        longest = min(spec.horizon, self.guidance.max_delay or spec.horizon)
+        if not 0 <= row.delay_steps <= longest:
+            raise EngineError(
+                "the delay is beyond what the policy can continue",
+                got=f"{row.delay_steps} steps",
+                wanted=f"0 to {longest}",
+                where=where,
+                do="Reduce the delay (a faster model, a longer control period), or choose `rtc: {guidance: vjp}`.",
+            )
 
 
 def _check_array(array: NDArray[Any], shape: tuple[int, ...], dtype: str, where: str) -> None:

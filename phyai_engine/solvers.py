@@ -5,11 +5,15 @@ Only arithmetic operators are applied to arrays: numpy and torch both work, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from phyai_engine.rtc import PLAIN, FlowModel, Guidance, GuidanceBuffers, guided_velocity, lock_prefix
+
 TimeRule = Literal["accumulate", "direct"]
+StepCallback = Callable[[int, Any, Any], None]
 
 
 def flow_times(steps: int, rule: TimeRule) -> tuple[float, ...]:
@@ -34,3 +38,56 @@ def flow_times(steps: int, rule: TimeRule) -> tuple[float, ...]:
 def euler_step(x: Any, velocity: Any, steps: int) -> Any:
     """One of N equal explicit Euler steps: x - v/N. :param x, velocity: [B, H, A] fp32, numpy or torch."""
     return x + (-1.0 / steps) * velocity
+
+
+def flow_step(
+    model: FlowModel,
+    prefix: Any,
+    x: Any,
+    step: int,
+    times: Sequence[float],
+    guidance: Guidance = PLAIN,
+    buffers: GuidanceBuffers | None = None,
+) -> tuple[Any, Any]:
+    """One guided step, the same in a captured program as outside: what varies between requests is in ``buffers``.
+
+    :param x: [B, H, A], as ``hold_prefix`` or the step before left it. :param times: flow time of each step.
+    :return: the velocity that was applied, and x after it.
+    """
+    velocity = guided_velocity(model, prefix, x, step, times[step], guidance, buffers)
+    return velocity, hold_prefix(euler_step(x, velocity, len(times)), guidance, buffers)
+
+
+def hold_prefix(x: Any, guidance: Guidance, buffers: GuidanceBuffers | None) -> Any:
+    """x with its first d actions overwritten, where the mode does that: before the first step and after each."""
+    if buffers is None or not guidance.locks:
+        return x
+    return lock_prefix(x, buffers.target, buffers.locked)
+
+
+def euler_flow(
+    model: FlowModel,
+    prefix: Any,
+    x: Any,
+    times: Sequence[float],
+    guidance: Guidance = PLAIN,
+    buffers: GuidanceBuffers | None = None,
+    *,
+    goes_on: Callable[[int], bool] = lambda _: True,
+    on_step: StepCallback | None = None,
+) -> Any:
+    """From noise to actions.
+
+    :param x: [B, H, A], noise. :param goes_on: asked before each step; the first False ends the flow.
+    :param on_step: told (step, x before it, the velocity that was applied).
+    :return: like x; None if it was ended.
+    """
+    x = hold_prefix(x, guidance, buffers)
+    for step in range(len(times)):
+        if not goes_on(step):
+            return None
+        velocity, after = flow_step(model, prefix, x, step, times, guidance, buffers)
+        if on_step is not None:
+            on_step(step, x, velocity)
+        x = after
+    return x

@@ -199,6 +199,7 @@ class Row:
     :param inputs: name -> array without batch dimension, names and shapes as ``ModelSpec.inputs`` declares.
     :param target: Y [H, A] float32; ``weight``: W [H, A] float32, 0 where there is no target.
     :param gain: k [N] float32, the guidance gain of each step (0 = plain sampling).
+    :param delay_steps: d, rows of Y that are executed before the handoff; 0 where nothing is committed.
     """
 
     inputs: Mapping[str, NDArray[np.generic]]

@@ -32,5 +32,15 @@ class Model(Protocol):
         :param on_phase: called with the name of each phase as it begins.
         """
 
-    def velocity(self, prefix: Any, x: Any, step: int) -> Any:
-        """dx/dt at ``spec.times[step]``. :param x: [B, H, A] float32, device. :return: like x."""
+    def velocity(self, prefix: Any, x: Any, step: int, clean: Any = None) -> Any:
+        """dx/dt at ``spec.times[step]``.
+
+        :param x: [B, H, A] float32, device. :param clean: [B, H, 1] bool, device: tokens at flow time 0 instead.
+        :return: like x.
+        """
+
+    def velocity_vjp(self, prefix: Any, x: Any, step: int) -> tuple[Any, Callable[[Any], Any]]:
+        """The velocity, and e -> J^T e with J = d velocity / dx; no gradient of anything else is made.
+
+        The second is called at most once, before the next velocity: it may read what the first left behind.
+        """

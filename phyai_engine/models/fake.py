@@ -125,13 +125,18 @@ class FakeModel:
         self._spend()
         return FakePrefix(np.stack([self._motion(anchor) for anchor in inputs["anchor"]]))
 
-    def velocity(self, prefix: FakePrefix, x: F32, step: int) -> F32:
-        """(x - target) / t. :param x: [B, H, A] float32."""
+    def velocity(self, prefix: FakePrefix, x: F32, step: int, clean: NDArray[np.bool_] | None = None) -> F32:
+        """(x - target) / t. :param x: [B, H, A] float32. :param clean: without effect: no token sees another."""
         self._spend()
         v: F32 = (x - prefix.target) / np.float32(self.spec.times[step])
         if self.options.nan_at is not None and self._runs > 0:
             v[:, self.options.nan_at] = np.nan
         return v
+
+    def velocity_vjp(self, prefix: FakePrefix, x: F32, step: int) -> tuple[F32, Callable[[F32], F32]]:
+        """The Jacobian is I / t. Guided along it nothing is pulled: the flow ends at its target from anywhere."""
+        t = np.float32(self.spec.times[step])
+        return self.velocity(prefix, x, step), lambda error: error / t
 
     def _motion(self, anchor: F32) -> F32:
         """[A] -> [H, A], row 0 where the robot is.

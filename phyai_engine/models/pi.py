@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from phyai_kernels import backward
 from torch import Tensor, nn
 from torch.nn import functional
 
 from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError, EngineError
-from phyai_engine.layers.ops import Ops, OpShape, load_ops
+from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
+from phyai_engine.layers.tape import Tape
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
 from phyai_engine.models.pi_compact import Layout, compact
@@ -140,9 +142,9 @@ class PiModel(nn.Module):
         if pi0:
             self.state_in = nn.Linear(o.action_dim, width)
             self.time_mlp_out = nn.Linear(width, width)
-            self.register_buffer("time_rows", torch.empty(o.num_steps, width))
+            self.register_buffer("time_rows", torch.empty(o.num_steps + 1, width))
         else:
-            self.register_buffer("modulation", torch.empty(o.num_steps, 2 * o.depth + 1, 3, width))
+            self.register_buffer("modulation", torch.empty(o.num_steps + 1, 2 * o.depth + 1, 3, width))
         frequencies = inverse_frequencies(o.head_dim, o.rope_theta)
         self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
@@ -225,7 +227,8 @@ class PiModel(nn.Module):
             ) from None
         own = model.state_dict()
         folded = fill(own, tensors, table, where=where)
-        for name, tensor in fold(folded, options, time_embedding(model.spec.times, options)).items():
+        times = (*model.spec.times, 0.0)  # the last: of tokens that are data already
+        for name, tensor in fold(folded, options, time_embedding(times, options)).items():
             own[name].copy_(tensor)
         own["embedding"].mul_(options.width**0.5)  # rounded once, as a product with the looked-up row would be
         model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
@@ -289,27 +292,66 @@ class PiModel(nn.Module):
         return torch.cat(pool)[layout.source], layout
 
     @torch.no_grad()
-    def velocity(self, prefix: PiPrefix, x: Tensor, step: int) -> Tensor:
-        """The expert's noise - action estimate. :param x: [B, H, A] fp32. :return: [B, H, A] fp32."""
-        ops = self.ops
-        if self.options.variant == "pi0":
-            inner = functional.silu(ops.linear(x, self.action_in.weight, self.time_rows[step]))
-            tokens = ops.linear(inner, self.time_mlp_out.weight, self.time_mlp_out.bias)
-            norm = self.expert.plain_norm(ops)
-        else:
-            tokens = ops.linear(x, self.action_in.weight, self.action_in.bias)
-            norm = self._modulated_norm(step)
-        hidden = self.expert(tokens.to(self.dtype), prefix.actions, norm, ops)
-        out: Tensor = ops.linear(hidden.float(), self.action_out.weight, self.action_out.bias)
-        return out
+    def velocity(self, prefix: PiPrefix, x: Tensor, step: int, clean: Tensor | None = None) -> Tensor:
+        """The expert's noise - action estimate.
 
-    def _modulated_norm(self, step: int) -> Norm:
-        """adaRMS with the step's rows; a norm's gate is for the sub-layer behind it, so the next norm applies it."""
-        table, ops = self.modulation[step], self.ops
+        :param x: [B, H, A] fp32. :param clean: [B, H, 1] bool, tokens at flow time 0 instead of the step's.
+        :return: [B, H, A] fp32.
+        """
+        # A fused form takes one row of the time's tables for all tokens; the reference a row per token too.
+        ops = self.ops if clean is None else REFERENCE
+        tokens, _ = self._into(x, step, clean)
+        return self._out(self.expert(tokens, prefix.actions, self._norm(step, ops, clean), ops))
+
+    @torch.no_grad()
+    def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """See :class:`phyai_engine.models.Model`. The bits of the velocity are those of ``velocity``."""
+        tape = Tape(self.ops)
+        tokens, inner = self._into(x, step)
+        hidden = self.expert(tokens, prefix.actions, self._norm(step, tape.ops), tape.ops)
+
+        @torch.no_grad()
+        def pull(error: Tensor) -> Tensor:
+            grad = backward.linear(error, self.action_out.weight).to(self.dtype)
+            grad = tape.pull(hidden, grad, tokens).float()
+            if inner is not None:
+                grad = backward.silu(backward.linear(grad, self.time_mlp_out.weight), inner)
+            into_x: Tensor = backward.linear(grad, self.action_in.weight)
+            return into_x
+
+        return self._out(hidden), pull
+
+    def _into(self, x: Tensor, step: int, clean: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The action tokens [B, H, exp_width] and, of pi0, the argument of the nonlinearity in front of them."""
+        ops = self.ops
+        if self.options.variant == "pi05":
+            return ops.linear(x, self.action_in.weight, self.action_in.bias).to(self.dtype), None
+        inner = ops.linear(x, self.action_in.weight, self.time_rows[step])
+        if clean is not None:
+            inner = torch.where(clean, ops.linear(x, self.action_in.weight, self.time_rows[-1]), inner)
+        tokens = ops.linear(functional.silu(inner), self.time_mlp_out.weight, self.time_mlp_out.bias)
+        return tokens.to(self.dtype), inner
+
+    def _out(self, hidden: Tensor) -> Tensor:
+        velocity: Tensor = self.ops.linear(hidden.float(), self.action_out.weight, self.action_out.bias)
+        return velocity
+
+    def _norm(self, step: int, ops: Ops, clean: Tensor | None = None) -> Norm:
+        """Of the action tokens: plain for pi0; pi0.5's is adaRMS with the step's rows, where clean those of time 0.
+
+        A norm's gate is for the sub-layer behind it, so the next norm applies it.
+        """
+        if self.options.variant == "pi0":
+            return self.expert.plain_norm(ops)
+        table, at_zero = self.modulation[step], self.modulation[-1]
+
+        def row(index: int, part: int) -> Tensor:
+            own = table[index, part]
+            return own if clean is None else torch.where(clean, at_zero[index, part], own)
 
         def norm(index: int, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-            gate = None if out is None else table[index - 1, 2]
-            return ops.ada_rms_norm(x, table[index, 0], table[index, 1], out, gate)
+            gate = None if out is None else row(index - 1, 2)
+            return ops.ada_rms_norm(x, row(index, 0), row(index, 1), out, gate)
 
         return norm
 

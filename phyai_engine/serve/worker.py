@@ -94,6 +94,7 @@ class _Worker:
         self._socket, self._wake, self._load, self._threads = socket, wake, load, threads
         self._peer: bytes | None = None
         self._robot: RobotConfig | None = None
+        self._rtc_max_delay = 0
         self._compute: Compute | None = None
         self._outcomes: collections.deque[Ready | Work] = collections.deque()
         self._ready = False
@@ -161,7 +162,7 @@ class _Worker:
         except PhyaiError as error:
             self._send(peer, HelloReply(reason=str(error)))
             return
-        self._robot = robot
+        self._robot, self._rtc_max_delay = robot, model.rtc.guide.max_delay
         self._compute = Compute(self._post, len(robot.actions), self._threads)
         self._compute.start(lambda: self._load(robot, model), hello.warm_up_count)
 
@@ -227,6 +228,7 @@ class _Worker:
             warm_up_ms=ready.warm_up_ms,
             pid=os.getpid(),
             versions=_versions(),
+            rtc_max_delay=self._rtc_max_delay,
         )
         self._send(peer, HelloReply(engine=engine))
 

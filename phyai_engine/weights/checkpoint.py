@@ -78,6 +78,7 @@ class Checkpoint:
             "checkpoint": str(self.folder),
             "normalisation": self._normalisation(_mapping(own, "normalisation")),
             "prompt": prompt,
+            "rtc": {**_rtc(recipe), **_mapping(own, "rtc")},
             "options": {**self.options, "prompt_len": prompt["max_tokens"], **_mapping(own, "options")},
         }
         return convert(told, ModelConfig, where=str(where or self.folder))
@@ -122,6 +123,12 @@ class Checkpoint:
                 where=self.recipe.statistics[part].where,
                 do="They belong to another checkpoint.",
             )
+
+
+def _rtc(recipe: Recipe) -> dict[str, Any]:
+    """A checkpoint that was trained to continue a prefix does it that way, unless the model file says otherwise."""
+    longest = recipe.rtc_training_max_delay
+    return {"guidance": "trained", "rtc_max_delay": longest} if longest else {}
 
 
 def _mapping(own: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -190,12 +190,12 @@ def _check_same(own: Tensor, rows: Tensor, where: object) -> None:
 def fold(folded: Mapping[str, Tensor], options: PiOptions, time_table: Tensor) -> dict[str, Tensor]:
     """What depends on the weights and the flow time alone, made once.
 
-    pi0.5: ``modulation`` [N, 2*depth+1, 3, width], scale, shift and gate of every norm at every step; the adaRMS
+    pi0.5: ``modulation`` [N, 2*depth+1, 3, width], scale, shift and gate of every norm at every time; the adaRMS
     matrices and the time MLP are then needed no more. Step by step, as the unfolded model does it: the same bits.
     pi0: the action's projection and the first layer of the time MLP are one matrix, ``action_in.weight``
-    [width, A], and the time's half with both biases is a row per step, ``time_rows`` [N, width]; made in fp64.
+    [width, A], and the time's half with both biases is a row per time, ``time_rows`` [N, width]; made in fp64.
 
-    :param time_table: [N, width] fp32. :return: own name -> fp32 on the CPU.
+    :param time_table: [N, width] fp32, of every time that is asked for. :return: own name -> fp32 on the CPU.
     """
     if options.variant == "pi0":
         into, bias = (folded[f"action_in_proj.{kind}"].double() for kind in ("weight", "bias"))

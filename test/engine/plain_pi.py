@@ -63,8 +63,11 @@ class PlainPi:
             x = x + self._feed(self._norm(x, name + "post_attention_layernorm.", None)[0], name)
         return PlainPrefix(tokens, mask, keys, values, inputs["state"].to(self.dtype))
 
-    def velocity(self, prefix: PlainPrefix, x: Tensor, time: float) -> Tensor:
-        """[B, H, A]: state token and actions together, each seeing what its block may."""
+    def velocity(self, prefix: PlainPrefix, x: Tensor, time: float | Tensor) -> Tensor:
+        """[B, H, A]: state token and actions together, each seeing what its block may.
+
+        :param time: of all actions, or of each, [B, H].
+        """
         o = self.o
         embedded = self._time(time)
         tokens = self._linear(x.to(self.dtype), "action_in_proj")
@@ -122,13 +125,13 @@ class PlainPi:
     def _project(self, x: Tensor) -> Tensor:
         return self._linear(x, GEMMA + "model.multi_modal_projector.linear")
 
-    def _time(self, time: float) -> Tensor:
-        """[1, exp_width]: sines, then cosines, rounded to fp32 as the reference does."""
+    def _time(self, time: float | Tensor) -> Tensor:
+        """[..., exp_width]: sines, then cosines, rounded to fp32 as the reference does."""
         half = self.o.exp_width // 2
         fraction = torch.linspace(0, 1, half, dtype=torch.float64)
         period = self.o.min_period * (self.o.max_period / self.o.min_period) ** fraction
-        angle = time * (1.0 / period * 2.0 * math.pi)
-        return torch.cat((angle.sin(), angle.cos())).float()[None].to(self.dtype)
+        angle = torch.as_tensor(time, dtype=torch.float64)[..., None] * (1.0 / period * 2.0 * math.pi)
+        return torch.cat((angle.sin(), angle.cos()), dim=-1).float().to(self.dtype)
 
     def _attend(
         self, normed: Tensor, name: str, keys: Tensor, values: Tensor, visible: Tensor, positions: Tensor

@@ -244,9 +244,26 @@ def test_committed_actions_become_targets(delay: int, mask: Any) -> None:
     assert (row.weight[:, 3:] == 0).all()
     assert (row.weight[3:] == 0).all()
     assert (row.weight[: min(delay, 3), :3] == 1).all()
-    assert row.delay_steps == delay
+    assert row.delay_steps == min(delay, 3)  # of the rows that are there
     np.testing.assert_array_equal(row.gain, gain_table(SPEC.times, 4.0))
     assert row.gain.max() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"guidance": "gauss"}, [1 / t for t in SPEC.times]),
+        ({"guidance": "none"}, [0.0] * 4),
+        ({"guidance": "prefix_lock"}, [0.0] * 4),
+        ({"guidance": "trained", "rtc_max_delay": 3}, [0.0] * 4),
+        ({"guidance": "vjp_early:2", "beta": 3.0, "sigma": 0.4}, gain_table(SPEC.times, 3.0, 0.4)),
+    ],
+)
+def test_gains_are_the_modes(options: dict[str, Any], wanted: Any) -> None:
+    adapter = Adapter(ROBOT, ModelConfig(family="test", rtc=RtcOptions(**options)), SPEC)
+    row = adapter.encode(ask(Committed(TAIL, 1, 3)))
+    np.testing.assert_allclose(row.gain, wanted, rtol=1e-6)
+    assert row.delay_steps == 1
 
 
 def test_beta_of_the_model_file() -> None:

@@ -17,7 +17,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phyai_engine.config import ModelConfig, PromptConfig, RelativeActions, RobotConfig, convert, load_robot, resolve
+from phyai_engine.config import (
+    ModelConfig,
+    PromptConfig,
+    RelativeActions,
+    RobotConfig,
+    RtcOptions,
+    convert,
+    load_robot,
+    resolve,
+)
 from phyai_engine.errors import ConfigError
 from phyai_engine.models.pi import PiModel
 from phyai_engine.models.pi_options import PiOptions
@@ -209,6 +218,8 @@ def test_a_lerobot_folder(make: Callable[[str], Written]) -> None:
     assert recipe.cameras == ("front", "side", "empty_camera_0")
     assert recipe.renames == {"cam_1": "front"}
     assert (recipe.execution_steps, recipe.rtc_training_max_delay) == (8, 5)
+    assert config.rtc == RtcOptions(guidance="trained", rtc_max_delay=5)
+    assert found.model({"rtc": {"guidance": "vjp"}}).rtc.guide.max_delay == 0  # a model file's word stands
     assert (recipe.state_dim, recipe.action_dim, recipe.action_names) == (7, 7, tuple(names))
     assert config.relative_actions == RelativeActions(exclude=("gripper",))
     assert config.resize == "float"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from phyai_engine.config import ModelConfig, load_model, resolve
 from phyai_engine.errors import ConfigError
 from phyai_engine.models.fake import FakeModel, FakeOptions
-from phyai_engine.rtc import gain_table, prefix_weights
+from phyai_engine.rtc import Guidance, gain_table, prefix_weights
 from phyai_engine.runner import RowResult, Runner
 from phyai_engine.types import F32, CancelToken, Row
 
@@ -86,6 +87,20 @@ def test_guidance_pulls_the_frozen_rows_to_the_committed_actions() -> None:
     assert error[:4].max() <= 0.2 * 0.1  # the last step's gain is 9.11 of 10
     assert (np.diff(error[3:10]) > 0).all()
     np.testing.assert_allclose(actions[10:], plain[10:], atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["vjp", "trained"])
+def test_the_other_modes_act_as_on_a_real_model(text: str) -> None:
+    """``trained`` keeps the first d rows; the flow's true gradient at its target is 0, so ``vjp`` pulls nothing."""
+    model, guidance = FakeModel(FakeOptions(action_dim=5, num_steps=10)), Guidance.parse(text, max_delay=6)
+    plain = run(model.options, POSITIONS)
+    target, weight = plain + np.float32(0.2), np.ones((16, 5), np.float32)
+    asked = row(model.spec, POSITIONS, target=target, weight=weight, gain=gain_table(model.spec.times, 10.0))
+    actions = Runner(model, guidance=guidance).run([replace(asked, delay_steps=4)])[0].actions
+    assert actions is not None
+    kept = 4 if text == "trained" else 0
+    np.testing.assert_array_equal(actions[:kept], target[:kept])
+    np.testing.assert_allclose(actions[kept:], plain[kept:], atol=1e-5)
 
 
 def test_the_rows_of_a_batch_do_not_mix() -> None:

@@ -158,16 +158,16 @@ def test_the_modulation_table_holds_the_unfolded_bits() -> None:
     options = small("pi05")
     tensors = weights(options)
     model = PiModel.from_state(options, tensors)
-    table = time_embedding(options.spec().times, options)
+    table = time_embedding((*options.spec().times, 0.0), options)  # the last row: of tokens that are data already
     layers, final = f"{EXPERT}model.layers.", f"{EXPERT}model.norm."
     both = ("input_layernorm.", "post_attention_layernorm.")
     norms = [*(f"{layers}{i}.{norm}" for i in range(options.depth) for norm in both), final]
-    assert model.modulation.shape == (4, len(norms), 3, options.exp_width)
+    assert model.modulation.shape == (5, len(norms), 3, options.exp_width)
 
     def linear(x: Tensor, name: str) -> Tensor:
         return functional.linear(x, tensors[name + ".weight"], tensors[name + ".bias"])
 
-    for k in range(4):
+    for k in range(5):
         inner = functional.silu(linear(table[k : k + 1], "time_mlp_in"))
         condition = functional.silu(linear(inner, "time_mlp_out"))
         for j, norm in enumerate(norms):
@@ -204,10 +204,10 @@ def test_pi0s_action_projection_and_time_half_are_folded() -> None:
     options = small("pi0")
     tensors = weights(options)
     model = PiModel.from_state(options, tensors)
-    times = time_embedding(options.spec().times, options)
+    times = time_embedding((*options.spec().times, 0.0), options)
     x = noise_of(options).double()
     wide = {name: tensor.double() for name, tensor in tensors.items()}
-    for k in range(options.num_steps):
+    for k in range(options.num_steps + 1):
         action = functional.linear(x, wide["action_in_proj.weight"], wide["action_in_proj.bias"])
         both = torch.cat((action, times[k].double().expand_as(action)), dim=-1)
         wanted = functional.linear(both, wide["action_time_mlp_in.weight"], wide["action_time_mlp_in.bias"])

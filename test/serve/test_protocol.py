@@ -31,6 +31,7 @@ MESSAGES = [
             warm_up_ms=(1.0, 0.5),
             pid=1,
             versions={"torch": "2"},
+            rtc_max_delay=4,
         )
     ),
     wire.ErrorReply(reason="failed", error_type="ValueError", text="x", epoch=2**60, chunk_id=1),

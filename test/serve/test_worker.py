@@ -182,6 +182,20 @@ def test_a_second_client_is_refused_and_cannot_disturb(worker: Running, hello: w
     assert "already" in first.receive().reason
 
 
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, 0),
+        ({"guidance": "vjp", "rtc_max_delay": 4}, 0),  # it was trained with delays, and is not asked to use that
+        ({"guidance": "trained", "rtc_max_delay": 4}, 4),
+    ],
+)
+def test_the_hello_tells_the_longest_delay(worker: Running, hello: wire.Hello, options: Any, limit: int) -> None:
+    peer = worker.peer()
+    peer.send(msgspec.structs.replace(hello, model={"family": "stand_in", "rtc": options}))
+    assert peer.receive().engine.rtc_max_delay == limit
+
+
 def test_requests_before_the_engine_is_ready_are_refused(
     worker: Running, hello: wire.Hello, make_request: Make
 ) -> None:
