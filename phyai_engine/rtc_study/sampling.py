@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phyai_engine.rtc import Guidance, GuidanceBuffers, Pull, guided_velocity, lock_prefix, prefix_weights
+from phyai_engine.rtc import PLAIN, Guidance, GuidanceBuffers, Pull, prefix_weights
 from phyai_engine.rtc_study.net import ChunkNet
 from phyai_engine.rtc_study.task import HORIZON
-from phyai_engine.solvers import euler_step, flow_times
+from phyai_engine.solvers import euler_flow, flow_times
 from phyai_engine.types import F32, F64
 
 STEPS = 5  # N, and beta = N
@@ -40,7 +40,6 @@ GUIDANCE = {
     Method.VJP_EARLY: Guidance.parse("vjp_early:2"),
     Method.TRAINED: Guidance.parse("trained", max_delay=HORIZON // 2),
 }
-FREE = Guidance.parse("none")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +94,9 @@ class Head:
         return u.detach(), pull
 
 
-def sample(head: Head, position: F64, noise: F32, guidance: Guidance = FREE, committed: Committed | None = None) -> F64:
+def sample(
+    head: Head, position: F64, noise: F32, guidance: Guidance = PLAIN, committed: Committed | None = None
+) -> F64:
     """Draw one chunk per row.
 
     :param position: [B, 2] m. :param noise: [B, H, 2] standard normal. :param committed: None: nothing is continued.
@@ -103,14 +104,7 @@ def sample(head: Head, position: F64, noise: F32, guidance: Guidance = FREE, com
     """
     prefix = head.net.normal("observation", position)
     buffers = None if committed is None else _buffers(head, guidance, committed)
-    x = torch.from_numpy(noise)
-    for step, t in enumerate(head.times):
-        if buffers is not None and guidance.locks:
-            x = lock_prefix(x, buffers.target, buffers.locked)
-        x = euler_step(x, guided_velocity(head, prefix, x, step, t, guidance, buffers), STEPS)
-    if buffers is not None and guidance.locks:
-        x = lock_prefix(x, buffers.target, buffers.locked)
-    return head.net.commands(x)
+    return head.net.commands(euler_flow(head, prefix, torch.from_numpy(noise), head.times, guidance, buffers))
 
 
 def _buffers(head: Head, guidance: Guidance, committed: Committed) -> GuidanceBuffers:
@@ -127,7 +121,7 @@ def draw(head: Head, method: Method, position: F64, noise: F32, committed: Commi
     """The next chunk of a method. :param noise: [CANDIDATES or 1, B, H, 2]. :return: [B, H, 2] m/s"""
     if method is Method.BID and committed is not None:
         return _coherent(head, position, noise, committed)
-    return sample(head, position, noise[0], GUIDANCE.get(method, FREE), committed if method in GUIDANCE else None)
+    return sample(head, position, noise[0], GUIDANCE.get(method, PLAIN), committed if method in GUIDANCE else None)
 
 
 def _coherent(head: Head, position: F64, noise: F32, committed: Committed) -> F64:
