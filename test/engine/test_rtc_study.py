@@ -149,6 +149,7 @@ def test_trained_and_gauss_keep_the_frozen_rows(head: Head) -> None:
     for method in (Method.TRAINED, Method.GAUSS):
         chunk = draw(head, method, observations(5), start_noise(5), given)
         np.testing.assert_allclose(chunk[:, :3], given.rows[:, :3], atol=1e-5)
+        assert np.abs(chunk[:, 3] - given.target[:, 3]).max() > 1e-3  # and no more than those
         assert np.abs(chunk[:, 3:] - sample(head, observations(5), start_noise(5)[0])[:, 3:]).max() > 1e-3
 
 
@@ -215,6 +216,24 @@ def test_every_method_plays(head: Head, method: Method) -> None:
         if method is Method.TRAINED and delay:
             assert cell.frozen_error_m_s is not None
             assert cell.frozen_error_m_s < 1e-5
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_what_is_committed_starts_at_the_observation(delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Committed | None] = []
+
+    def rows(head: object, method: Method, position: np.ndarray, noise: object, given: Committed | None) -> np.ndarray:
+        seen.append(given)
+        return np.tile(np.arange(float(HORIZON))[:, None] / HORIZON, (len(position), 1, ACTIONS))
+
+    monkeypatch.setattr(play, "draw", rows)
+    played = play.play(None, Task(), Method.VJP, delay, episodes=2, seed=1)  # type: ignore[arg-type]
+    assert len(seen) == len(played.chunks) > 3
+    assert seen[0] is None
+    for given in seen[1:]:
+        assert given is not None
+        assert given.delay_steps == delay
+        np.testing.assert_array_equal(given.rows[0, :, 0] * HORIZON, np.arange(max(delay, 1), HORIZON))
 
 
 def test_a_cell_is_repeatable(head: Head) -> None:
