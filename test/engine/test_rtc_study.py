@@ -56,6 +56,14 @@ def test_demonstrations_take_both_sides_and_pass_the_plate() -> None:
     assert x.max() < task.goal
 
 
+def test_demonstrations_that_touch_the_plate_are_left_out() -> None:
+    task = Task(plate_half=1.35)  # they head for 1.4: many touch it
+    kept, all_of_them = (demonstrate(each, 200, seed=3) for each in (task, Task(plate_half=0.0)))
+    assert 0 < len(kept.chunks) < len(all_of_them.chunks)
+    x, y = kept.observations.T
+    assert np.abs(y[(x >= task.plate_from) & (x <= task.plate_to)]).min() > task.plate_half
+
+
 def test_the_side_cannot_be_seen_before_the_decision() -> None:
     task = Task()
     pairs = demonstrate(task, 400, seed=3)
