@@ -330,6 +330,27 @@ def sweep(
     raise typer.Exit(code)
 
 
+@app.command("rtc-study")
+def rtc_study(
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Of each method at each delay.")] = 512,
+    methods: Annotated[str, typer.Option(metavar="A,B", help="Default: all; names as in the table.")] = "",
+    delays: Annotated[str, typer.Option(metavar="0,1", help="Inference delays in steps. Default: 0 to H/2.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of the episodes.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.json", help="Also write every figure.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Also draw success and jumps.")] = None,
+) -> None:
+    """Compare the handoff methods on a small task with two ways out, against the inference delay.
+
+    Trains its policy first (minutes on a CPU; kept in the cache folder).
+    """
+    with readable_errors():
+        from phyai_engine.rtc_study.command import parse_options, study_command  # noqa: PLC0415 - torch
+
+        study_command(parse_options(methods, delays, episodes=episodes, seed=seed), out, plot)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
