@@ -122,6 +122,12 @@ class StepsOutput:
     def consumed(self) -> int | None:
         return None
 
+    def since_step_s(self) -> float | None:
+        return None
+
+    def begun(self) -> tuple[int, int] | None:
+        return None
+
     def ready(self) -> RefusalError | None:
         return None
 
@@ -292,6 +298,16 @@ class TrajectoryOutput:
         begun = (self._controller_ns - self._origin_ns) // self._dt_ns + 1
         return min(self._end_step, self._origin_step + max(0, begun))
 
+    def since_step_s(self) -> float | None:
+        """By our own grid, which the controller's row follows: exact also where its state lags."""
+        consumed = self.consumed()
+        newest = (self._origin_step if consumed is None else consumed) - 1
+        return (self._now() - self._begin_ns(newest)) * 1e-9
+
+    def begun(self) -> tuple[int, int] | None:
+        """The grid says at which row a chunk begins when it is handed over."""
+        return None
+
     def _begin_ns(self, step: int) -> int:
         """ROS time at which a step begins."""
         return self._origin_ns + (step - self._origin_step) * self._dt_ns
@@ -321,15 +337,16 @@ class ChunksOutput:
         self._dt = to_duration(robot.dt_s)
         self._reported: int | None = None
         self._offset = 0  # the player's count minus ours
-        self._heard_mono_ns = 0
+        self._heard_mono_ns = self._stepped_mono_ns = 0  # newest word of the player, and of those that it has stepped
         self._listening = False  # since the newest word of the player; its silence is told once
-        self._sent: tuple[int, int] | None = None  # epoch and chunk_id until the player acknowledges them
+        self._sent: tuple[int, int, int] | None = None  # epoch, chunk_id, base_step until the player acknowledges them
         self._sent_mono_ns = 0
+        self._began: tuple[int, int] | None = None  # chunk_id and row
         self._rejection: RefusalError | None = None
 
     def reset(self, consumed: int) -> None:
         """Join the two counts here."""
-        self._sent = self._rejection = None
+        self._sent = self._began = self._rejection = None
         self._offset = (self._reported or 0) - consumed
 
     def on_status(self, message: ChunkStatus) -> None:
@@ -339,11 +356,20 @@ class ChunksOutput:
             self._offset += message.consumed_steps - (self._reported or 0)
             if self._reported is not None:
                 self._rejection = RefusalError(Refusal.MISSING, "the player node restarted", where="~/chunk_status")
+        if message.consumed_steps != self._reported:
+            self._stepped_mono_ns = self._heard_mono_ns
         self._reported = message.consumed_steps
-        if self._sent == (message.epoch, message.chunk_id):
-            self._sent = None
-            if not message.accepted:
+        if self._sent is not None and self._sent[:2] == (message.epoch, message.chunk_id):
+            base_step, self._sent = self._sent[2], None
+            if message.accepted:
+                self._began = message.chunk_id, message.consumed_steps - base_step
+            else:
                 self._rejection = RefusalError(Refusal(message.refusal), message.text, where="the player node")
+
+    def begun(self) -> tuple[int, int] | None:
+        """Its count when it first named the chunk: it may have stepped while the chunk was on its way."""
+        began, self._began = self._began, None
+        return began
 
     def ready(self) -> RefusalError | None:
         """A player node speaks on every tick."""
@@ -379,6 +405,7 @@ class ChunksOutput:
         """The player node publishes the commands."""
 
     def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
+        base = max(0, base_step + self._offset)
         message = ActionChunk(
             robot_id=self._robot.robot_id,
             joint_names=self._names,
@@ -386,7 +413,7 @@ class ChunksOutput:
             dt=self._dt,
             horizon=len(chunk.actions),
             first_valid_step=facts.row,
-            base_step=max(0, base_step + self._offset),
+            base_step=base,
             execution_horizon=facts.execution_steps,
             actions=array.array("d", chunk.actions.ravel().tolist()),
             epoch=chunk.epoch,
@@ -397,7 +424,7 @@ class ChunksOutput:
             validity=to_duration(len(chunk.actions) * self._robot.dt_s),
         )
         message.header.stamp = to_stamp(self._now())
-        self._sent, self._sent_mono_ns, self._rejection = (chunk.epoch, chunk.chunk_id), mono_ns(), None
+        self._sent, self._sent_mono_ns, self._rejection = (chunk.epoch, chunk.chunk_id, base), mono_ns(), None
         self._publish("chunk", message)
 
     def stop(self, plan: StopPlan) -> None:
@@ -405,3 +432,7 @@ class ChunksOutput:
 
     def consumed(self) -> int | None:
         return None if self._reported is None else self._reported - self._offset
+
+    def since_step_s(self) -> float | None:
+        """At most a period: whether a step is late is told by the player's count, not by when its word arrived."""
+        return min(self._robot.dt_s, (mono_ns() - self._stepped_mono_ns) * 1e-9)

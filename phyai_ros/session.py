@@ -26,7 +26,7 @@ from phyai_engine.control.control_loop import ControlLoop, LoopSettings
 from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineRefusedError
-from phyai_engine.handoff import HandoffSettings
+from phyai_engine.handoff import Fallback, HandoffSettings
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
@@ -82,6 +82,7 @@ class Session:
         self._ticker: Ticker | None = None
         self._give_up, self._on_stuck = give_up, on_stuck
         self._refusal = ""  # not logged yet
+        self._fallback = Fallback.NONE  # as logged last
         self._player_consumed = 0  # as the player elsewhere last said, as the next
         self.player_latch = 0
         try:
@@ -131,6 +132,7 @@ class Session:
         with self.lock:
             self.loop.tick(now_ros)
         self._log_refusal()
+        self._log_fallback()
 
     def on_events(self) -> None:
         """The engine finished something."""
@@ -196,7 +198,7 @@ class Session:
 
     def facts(self, safety: Safety, lifecycle_id: int, lifecycle_label: str) -> Facts:
         """Everything a report says of this instant."""
-        loop = self.loop
+        loop, handoff = self.loop, self.loop.player.handoff
         notes = {
             **self.notes,
             **self._engine.notes,
@@ -214,8 +216,14 @@ class Session:
             placement=self.params.engine,
             schedule=self.params.schedule,
             counters=loop.counters,
-            margins=loop.margins.percentiles(),
-            inference=loop.inference.percentiles(),
+            fallback=handoff.fallback,
+            fallback_text=handoff.fallback_text,
+            margin=loop.windows.margin.percentiles(),
+            inference=loop.windows.inference.percentiles(),
+            jump_ratio=loop.windows.jump_ratio.percentiles(),
+            jerk=loop.windows.jerk.percentiles(),
+            frozen_error=loop.windows.frozen_error.percentiles(),
+            age=loop.windows.age.percentiles(),
             jitter=self.jitter.jitter(),
             ticks=loop.player.tick_count,
             cameras=self.buffer.camera_stats(mono_ns()),
@@ -369,6 +377,7 @@ class Session:
             dt_s=robot.dt_s,
             delay_init_steps=params.delay_init_steps or _warm_delay(hello, robot.dt_s),
             delay_window=params.delay_window,
+            delay_limit_steps=hello.rtc_max_delay,
         )
         player = Player(
             robot,
@@ -412,6 +421,16 @@ class Session:
         text, self._refusal = self._refusal, ""
         if text:
             self._node.get_logger().warning(f"refused: {text}", throttle_duration_sec=2.0)
+
+    def _log_fallback(self) -> None:
+        handoff = self.loop.player.handoff
+        if handoff.fallback is self._fallback:
+            return
+        self._fallback = handoff.fallback
+        text = f"falls back to {handoff.fallback.value}: {handoff.fallback_text}"
+        if handoff.fallback is Fallback.NONE:
+            text = "runs as configured again"
+        self._node.get_logger().warning(f"schedule {self.params.schedule} {text}")
 
     def _report(self, timing: Timing) -> None:
         self.publish(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from phyai_engine.errors import ProtocolError
 from phyai_engine.types import Chunk, Committed, Observation, Refusal, Request, StageTimings
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEARTBEAT_S = 0.05
 MAX_FRAMES = 33  # a header and 32 arrays
 MAX_HEADER_BYTES = 1 << 20  # a hello carries the statistics of a wide robot: some tens of kB
@@ -70,6 +70,7 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param note: the model's own text, e.g. that its weights are random.
     :param warm_up_ms: one value per warm-up.
     :param versions: component -> version text.
+    :param rtc_max_delay: d_max, the longest delay that the guidance can continue, steps; 0 = no limit of its own.
     """
 
     horizon: Annotated[int, Meta(ge=1)]
@@ -79,6 +80,7 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     warm_up_ms: tuple[float, ...]
     pid: Count
     versions: dict[str, str]
+    rtc_max_delay: Count = 0
 
 
 class HelloReply(_Message, frozen=True, tag="hello_reply"):
