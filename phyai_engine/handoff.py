@@ -24,10 +24,10 @@ from phyai_engine.types import F64, Chunk, Committed, Refusal, Schedule
 class Fallback(str, enum.Enum):
     """What an overlapping schedule does where the predicted delay d does not fit; from the mildest on.
 
-    ``shorter_s``: the next inference starts earlier, so that H - s rows cover d. Between d > H / 2 and there a new
-    chunk is due as soon as one has come, and motion still does not pause. ``limited_d``: no more rows are frozen than
-    the checkpoint was trained for; a later handoff misses its conditioning. ``sync``: as schedule ``sync``, for most
-    of the recent delays are beyond what s or the checkpoint can cover, and chunks would run out in motion.
+    ``shorter_s``: the next inference starts earlier, so that H - s rows cover d; where d > H / 2 it starts as soon as a
+    chunk has come. Motion does not pause. ``limited_d``: no more rows are frozen than the checkpoint was trained for; a
+    later handoff misses its conditioning. ``sync``: as schedule ``sync``, because most of the recent delays are beyond
+    what any s or the checkpoint can cover: every chunk would run out in motion.
     """
 
     NONE = ""
@@ -181,8 +181,8 @@ class Handoff:
             f"up to {d} of {s.horizon} steps pass before its chunk comes",
             Fallback.LIMITED_D: f"{self.delay_limit} steps are frozen, the most that the checkpoint can continue: "
             f"up to {d} pass before a chunk comes",
-            Fallback.SYNC: f"the robot waits for each chunk: {self.typical_delay} steps pass before one comes, more than "
-            f"{min(s.horizon // 2, self.delay_limit)}, which {s.horizon} rows and the checkpoint can cover",
+            Fallback.SYNC: f"the robot waits for each chunk: {self.typical_delay} steps pass before one comes, "
+            f"more than the {min(s.horizon // 2, self.delay_limit)} that a chunk or the checkpoint can cover",
         }[self.fallback]
 
     @property

@@ -237,7 +237,7 @@ class PlayerNode(Node):
             )
 
     def _fit_horizon(self, horizon: int, execution_steps: int) -> None:
-        """Every chunk brings its own: fewer rows while the policy node waits for each chunk. What plays keeps its end."""
+        """Every chunk brings its own: fewer rows while the robot waits for each. What plays keeps its end."""
         handoff = self._player.handoff
         steps = max(1, min(execution_steps, horizon))
         settings = HandoffSettings(Schedule.NAIVE_ASYNC, horizon, steps, self._robot.dt_s)

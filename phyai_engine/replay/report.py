@@ -184,7 +184,8 @@ def _seam_table(run: dict[str, Any]) -> str:
     for name, words in names.items():
         figure = run["seam"][name]
         if figure["n"]:
-            rows.append((words, str(figure["n"]), *(number(figure[key], ".3g") for key in ("p50", "p95", "p99", "max"))))
+            values = [number(figure[key], ".3g") for key in ("p50", "p95", "p99", "max")]
+            rows.append((words, str(figure["n"]), *values))
     return table(("at the handoff", "n", "p50", "p95", "p99", "max"), rows) if rows else ""
 
 

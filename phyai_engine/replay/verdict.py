@@ -94,7 +94,8 @@ def _handoffs(run: dict[str, Any]) -> list[str]:
         )
     if fallbacks:
         counted = ", ".join(f"{name} {n}" for name, n in fallbacks.items())
-        sentences.append(f"The schedule fell back at {sum(fallbacks.values())} of {run['handoffs']} handoffs: {counted}.")
+        n = sum(fallbacks.values())
+        sentences.append(f"The schedule fell back at {n} of {run['handoffs']} handoffs: {counted}.")
     return sentences
 
 

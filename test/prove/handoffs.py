@@ -1,8 +1,8 @@
 """Handoffs of the real node that drives the simulated arm, with injected inference delays and three schedules.
 
 The model's plans go to one side of the path or the other, as its noise chooses, so that chunks which are not made to
-continue one another differ in kind. What is counted is what the commands say on the wire. A chunk has 32 steps of 20 ms,
-s is 16: 400 ms are beyond H - s, and the node must fall back.
+continue one another differ in kind. What is counted is what the commands say on the wire. A chunk has 32 steps of
+20 ms, s is 16: 400 ms are beyond H - s, and the node must fall back.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def jumps(steps: Sequence[ActionStep]) -> dict[int, float]:
 
 
 def late_by_count(heard: Heard) -> tuple[int, int]:
-    """Conditioned handoffs told late although the first row played was not beyond d; and those beyond d told in time."""
+    """Conditioned handoffs told late whose first row played was not beyond d; and those beyond d told in time."""
     first: dict[int, int] = {}
     for step in heard.steps:
         if step.kind == CommandKind.ACTION:
