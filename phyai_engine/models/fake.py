@@ -1,8 +1,8 @@
 """A model without weights or torch: smooth deterministic motion, a chosen latency, and faults on demand.
 
 Its flow is exact: ``v = (x - E[actions | x]) / t``. Without ``detour`` sampling arrives at the one target from any
-noise; with it at one of two, which the noise chooses, and rows that guidance holds decide for the others. Cancellation
-acts as on a real model. Faults count the runs since it was loaded, after ``grace_runs``.
+noise; with it at one of two, which the noise chooses, and rows that guidance holds sway the others. Cancellation acts as
+on a real model. Faults count the runs since it was loaded, after ``grace_runs``.
 """
 
 from __future__ import annotations

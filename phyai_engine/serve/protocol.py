@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from phyai_engine.errors import ProtocolError
 from phyai_engine.types import Chunk, Committed, Observation, Refusal, Request, StageTimings
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 1
 HEARTBEAT_S = 0.05
 MAX_FRAMES = 33  # a header and 32 arrays
 MAX_HEADER_BYTES = 1 << 20  # a hello carries the statistics of a wide robot: some tens of kB

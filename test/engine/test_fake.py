@@ -120,31 +120,31 @@ def test_cancelling_takes_effect_between_steps() -> None:
     assert results[0].actions is None
 
 
-def test_a_detour_goes_to_one_side_or_the_other_and_held_rows_decide_which() -> None:
-    model = FakeModel(FakeOptions(horizon=32, action_dim=5, num_steps=10, detour=0.02))
+def test_a_detour_goes_to_one_side_or_the_other_and_held_rows_sway_it() -> None:
+    model = FakeModel(FakeOptions(horizon=32, action_dim=5, num_steps=10, detour=0.05))
     path = run(FakeOptions(horizon=32, action_dim=5), POSITIONS)
     shape = np.minimum(np.arange(32) / DETOUR_ROWS, 1.0)[:, None]
     sides = []
     for seed in range(20):
-        away = (run(model.options, POSITIONS, seed) - path) / 0.02
+        away = (run(model.options, POSITIONS, seed) - path) / 0.05
         sides.append(float(away[-1, 0]))
         np.testing.assert_allclose(away, sides[-1] * np.broadcast_to(shape, away.shape), atol=1e-3)
-    assert np.mean(np.abs(sides) > 0.95) >= 0.9 and 4 <= np.sum(np.array(sides) > 0) <= 16
+    assert np.min(np.abs(sides)) > 0.95 and 4 <= np.sum(np.array(sides) > 0) <= 16
     weight = np.repeat(prefix_weights(32, 10, 20)[:, None], 5, axis=1)
     for side in (1.0, -1.0):
-        target = (path + side * 0.02 * shape).astype(np.float32)
+        target = (path + side * 0.05 * shape).astype(np.float32)
         held = [
             row(model.spec, POSITIONS, seed, target=target, weight=weight, gain=gain_table(model.spec.times, 10.0))
             for seed in range(8)
         ]
         ends = np.stack([result.actions[-1] for result in Runner(model).run(held)])  # type: ignore[index]
-        assert np.mean((ends - path[-1])[:, 0] * side > 0.01) >= 0.75  # free rows follow the held ones
+        assert np.mean((ends - path[-1])[:, 0] * side > 0.04) >= 0.75  # free rows follow the held ones
 
 
 def test_a_delta_takes_no_detour() -> None:
     still = np.full(2, np.nan, np.float32)
     np.testing.assert_array_equal(
-        run(FakeOptions(action_dim=2, detour=0.1), still, 1), run(FakeOptions(action_dim=2), still, 2)
+        run(FakeOptions(action_dim=2, detour=0.1), still, 1), run(FakeOptions(action_dim=2), still, 1)
     )
 
 

@@ -258,7 +258,7 @@ class Monitor(CommandRules):
         if self.spliced is not None and awaited.chunk_id <= self.spliced.chunk_id:
             raise Violation("I6", f"chunk {awaited.chunk_id} after {self.spliced.chunk_id}")
         self.spliced, self.holding = Spliced(awaited.epoch, awaited.chunk_id, awaited.played), 0
-        if awaited.left or self.slow:
+        if self._speaks and (awaited.left or self.slow):  # a player elsewhere counts in steps of its own
             self.slow = awaited.age > self._limits.waits
 
     # ---- one transition -------------------------------------------------------------------------------------------
