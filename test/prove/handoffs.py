@@ -24,7 +24,7 @@ from phyai_engine.types import CommandKind
 Row = tuple[str, str, bool | None]
 HORIZON, S, SPREAD_MS = 32, 16, 20.0
 DELAYS_MS = (0.0, 50.0, 100.0, 200.0, 400.0)
-MODEL = {"horizon": HORIZON, "num_steps": 10, "image_size": 16, "detour": 0.02, "latency_spread_ms": SPREAD_MS}
+MODEL = {"horizon": HORIZON, "num_steps": 10, "image_size": 16, "detour": 0.012, "latency_spread_ms": SPREAD_MS}
 
 
 @dataclass(frozen=True)
