@@ -352,9 +352,7 @@ class Handoff:
             )
         return row
 
-    def accept(
-        self, chunk: Chunk, now_mono_ns: int, since_step_s: float | None = None
-    ) -> tuple[Handoff, Accepted]:
+    def accept(self, chunk: Chunk, now_mono_ns: int, since_step_s: float | None = None) -> tuple[Handoff, Accepted]:
         """Splice ``chunk`` in. The caller has checked finiteness and the envelope.
 
         :param since_step_s: of a player elsewhere, time since its newest step; None where this process plays.
@@ -395,9 +393,7 @@ class Handoff:
         )
         return replace(self, playing=playing, in_flight=None, delays=delays), facts
 
-    def _margins(
-        self, flight: InFlight, row: int, now_mono_ns: int, since_step_s: float | None
-    ) -> tuple[float, float]:
+    def _margins(self, flight: InFlight, row: int, now_mono_ns: int, since_step_s: float | None) -> tuple[float, float]:
         """Time left until row d, and until the row after the last, is due [s].
 
         Here rows are due on the grid that begins with the snapshot, in whose tick row 0 is played. A player elsewhere

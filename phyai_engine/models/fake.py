@@ -1,8 +1,8 @@
 """A model without weights or torch: smooth deterministic motion, a chosen latency, and faults on demand.
 
 Its flow is exact: ``v = (x - E[actions | x]) / t``. Without ``detour`` sampling arrives at the one target from any
-noise; with it at one of two, which the noise chooses, and rows that guidance holds sway the others. Cancellation acts as
-on a real model. Faults count the runs since it was loaded, after ``grace_runs``.
+noise; with it at one of two, which the noise chooses, and rows that guidance holds sway the others. Cancellation acts
+as on a real model. Faults count the runs since it was loaded, after ``grace_runs``.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class FakeModel:
         t = self.spec.times[step]
         away = (x - (1.0 - t) * prefix.target) * prefix.side
         odds = (1.0 - t) / t**2 * away.sum(axis=(1, 2), keepdims=True, dtype=np.float64)  # half their logarithm
-        return prefix.target + prefix.side * np.tanh(odds).astype(np.float32)
+        expected: F32 = prefix.target + prefix.side * np.tanh(odds).astype(np.float32)
+        return expected
 
     def _motion(self, anchor: F32) -> F32:
         """[A] -> [H, A], row 0 where the robot is.

@@ -48,10 +48,7 @@ def summary(record: Record) -> dict[str, Any]:
         },
         "roofline": _median_roofline(record, accepted),
         "ticks": _ticks(record),
-        "seam": {
-            name: _percentiles(getattr(row, name) for row in accepted)
-            for name in SEAM
-        },
+        "seam": {name: _percentiles(getattr(row, name) for row in accepted) for name in SEAM},
         "fallbacks": _fallbacks(accepted),
         "cameras": {name: _camera(camera) for name, camera in record.cameras.items()},
         "events": [msgspec.to_builtins(event) for event in record.events],
