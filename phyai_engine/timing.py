@@ -130,6 +130,7 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     Durations in seconds of one monotonic clock, NaN = not measured.
 
     :param refusal: lower-case name of the refusal code, "none" unless refused. :param text: the reason in words.
+    :param fallback: of the request, see :class:`phyai_engine.handoff.Fallback`; empty: as configured.
     """
 
     epoch: int
@@ -137,6 +138,7 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     outcome: Outcome
     refusal: str = "none"
     text: str = ""
+    fallback: str = ""
     l_observe_s: float = math.nan
     l_transfer_s: float = math.nan
     l_queue_s: float = math.nan
@@ -152,8 +154,10 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     execution_steps: int = 0
     hold_steps: int = 0
     age_s: float = math.nan
+    age_last_s: float = math.nan
     jump: float = math.nan
     jump_ratio: float = math.nan
+    jerk: float = math.nan
     frozen_error: float = math.nan
 
 

@@ -14,8 +14,9 @@ from builtin_interfaces.msg import Time
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 from phyai_policy.msg import ChunkTiming, PolicyStatus
 
-from phyai_engine.control.control_loop import Counters
+from phyai_engine.control.counters import Counters, Windows
 from phyai_engine.control.stream import StreamStats
+from phyai_engine.handoff import Fallback
 from phyai_engine.safety import Safety
 from phyai_engine.timing import Percentiles, Timing, Window, miss_upper95
 from phyai_engine.types import AbortCause, Refusal, SafetyState
@@ -34,6 +35,7 @@ class Facts:
     """Everything a status report says.
 
     :param cameras: intake of each camera: rate and delivered fraction from stamps, drops by reason; joints likewise.
+    :param fallback: and ``fallback_text`` why. :param windows: figures of the newest handoffs.
     :param stop_cause: of the newest stop, also of one without a latch. :param fleet_stop: the fleet's last word.
     :param player_latch: number of the newest latch heard of a player elsewhere.
     :param notes: words about engine, decoder, fleet. :param faults: sentences that make the level ERROR.
@@ -45,9 +47,10 @@ class Facts:
     safety: Safety
     placement: str = ""
     schedule: str = ""
+    fallback: Fallback = Fallback.NONE
+    fallback_text: str = ""
     counters: Counters = field(default_factory=Counters)
-    margins: Percentiles = EMPTY
-    inference: Percentiles = EMPTY
+    windows: Windows = field(default_factory=lambda: Windows(1))
     jitter: Percentiles = EMPTY
     ticks: int = 0
     cameras: tuple[StreamStats, ...] = ()
@@ -71,7 +74,9 @@ def chunk_timing(timing: Timing, robot_id: str, stamp: Time) -> ChunkTiming:
 
 def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
     """The compact status message."""
-    counters = facts.counters
+    counters, windows = facts.counters, facts.windows
+    margin, inference = windows.margin.percentiles(), windows.inference.percentiles()
+    jump_ratio = windows.jump_ratio.percentiles()
     message = PolicyStatus(
         robot_id=facts.robot_id,
         lifecycle_state=facts.lifecycle_id,
@@ -85,6 +90,8 @@ def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
         epoch=facts.safety.epoch,
         placement=facts.placement,
         schedule=facts.schedule,
+        fallback=facts.fallback.value,
+        fallback_text=facts.fallback_text,
         last_refusal=int(counters.last_refusal),
         last_refusal_text=counters.last_refusal_text,
         refusals=list(counters.refusals),
@@ -95,11 +102,16 @@ def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
         misses_exhaust=counters.misses_exhaust,
         handoffs=counters.handoffs,
         miss_rate_upper95=miss_upper95(counters.misses, counters.handoffs),
-        margin_p50_s=facts.margins.p50,
-        margin_p01_s=facts.margins.p01,
-        margin_min_s=facts.margins.min,
-        inference_p50_s=facts.inference.p50,
-        inference_p99_s=facts.inference.p99,
+        margin_p50_s=margin.p50,
+        margin_p01_s=margin.p01,
+        margin_min_s=margin.min,
+        inference_p50_s=inference.p50,
+        inference_p99_s=inference.p99,
+        jump_ratio_p50=jump_ratio.p50,
+        jump_ratio_p99=jump_ratio.p99,
+        jerk_p99=windows.jerk.percentiles().p99,
+        frozen_error_p99=windows.frozen_error.percentiles().p99,
+        action_age_p99_s=windows.age.percentiles().p99,
         tick_jitter_p99_s=facts.jitter.p99,
         ticks=facts.ticks,
         dropped_frames=sum(sum(c.dropped.values()) for c in facts.cameras),
@@ -114,7 +126,9 @@ def policy_status(facts: Facts, stamp: Time) -> PolicyStatus:
 def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArray:
     """/diagnostics: one status for the policy, one for each camera and JointState topic; units in the keys."""
     level, text = _level(facts)
-    counters = facts.counters
+    counters, windows = facts.counters, facts.windows
+    margin, inference = windows.margin.percentiles(), windows.inference.percentiles()
+    jump_ratio = windows.jump_ratio.percentiles()
     values: dict[str, object] = {
         "lifecycle": facts.lifecycle_label,
         "safety": facts.safety.state.name.lower(),
@@ -124,17 +138,24 @@ def diagnostic_array(facts: Facts, node_name: str, stamp: Time) -> DiagnosticArr
         "stop_cause": facts.stop_cause.name.lower(),
         "placement": facts.placement,
         "schedule": facts.schedule,
+        "fallback": facts.fallback.value or "none",
+        "fallback_text": facts.fallback_text,
         "handoffs": counters.handoffs,
-        "margin_p50_ms": in_ms(facts.margins.p50),
-        "margin_p01_ms": in_ms(facts.margins.p01),
-        "margin_min_ms": in_ms(facts.margins.min),
+        "margin_p50_ms": in_ms(margin.p50),
+        "margin_p01_ms": in_ms(margin.p01),
+        "margin_min_ms": in_ms(margin.min),
         "misses": counters.misses,
         "misses_in_a_row": counters.misses_in_a_row,
         "miss_rate_upper95": f"{miss_upper95(counters.misses, counters.handoffs):.4g}",
         "misses_cond": counters.misses_cond,
         "misses_exhaust": counters.misses_exhaust,
-        "inference_p50_ms": in_ms(facts.inference.p50),
-        "inference_p99_ms": in_ms(facts.inference.p99),
+        "inference_p50_ms": in_ms(inference.p50),
+        "inference_p99_ms": in_ms(inference.p99),
+        "jump_ratio_p50": f"{jump_ratio.p50:.3g}",
+        "jump_ratio_p99": f"{jump_ratio.p99:.3g}",
+        "jerk_p99": f"{windows.jerk.percentiles().p99:.4g}",
+        "frozen_error_p99": f"{windows.frozen_error.percentiles().p99:.3g}",
+        "action_age_p99_ms": in_ms(windows.age.percentiles().p99),
         "tick_jitter_p99_ms": in_ms(facts.jitter.p99),
         "requests": counters.requests,
         "chunks_accepted": counters.accepted,
@@ -170,6 +191,8 @@ def _level(facts: Facts) -> tuple[bytes, str]:
         )
     if facts.faults:
         return DiagnosticStatus.ERROR, "; ".join(facts.faults)
+    if facts.safety.may_play and facts.fallback is Fallback.SYNC:
+        return DiagnosticStatus.WARN, facts.fallback_text
     if facts.safety.state is SafetyState.HOLDING:
         return (
             DiagnosticStatus.WARN,

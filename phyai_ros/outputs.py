@@ -19,7 +19,7 @@ from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from phyai_engine.config import RobotConfig
-from phyai_engine.control.commands import Command
+from phyai_engine.control.commands import Command, PlaysHere
 from phyai_engine.errors import ConfigError, RefusalError
 from phyai_engine.handoff import Accepted
 from phyai_engine.stop import StopPlan, StopPlanner, row_rates
@@ -82,10 +82,8 @@ def action_chunk(robot: RobotConfig, chunk: Chunk, stamp_ros_ns: int) -> ActionC
     return message
 
 
-class StepsOutput:
+class StepsOutput(PlaysHere):
     """``~/step`` on every tick, and the robot's own command interface when the robot file names one."""
-
-    ticks = True
 
     def __init__(self, robot: RobotConfig, publish: Publish, now_ros_ns: Now) -> None:
         self._robot, self._publish, self._now = robot, publish, now_ros_ns
@@ -131,30 +129,6 @@ class StepsOutput:
                 message.position = values
             return message
         return None
-
-    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
-        """Nothing to hand over: this process plays."""
-
-    def stop(self, plan: StopPlan) -> None:
-        """Nothing to hand over: the stop is published step by step."""
-
-    def consumed(self) -> int | None:
-        return None
-
-    def ready(self) -> RefusalError | None:
-        return None
-
-    def heard_mono_ns(self) -> int:
-        return 0
-
-    def motion(self) -> tuple[F64, F64] | None:
-        return None
-
-    def take_rejection(self) -> RefusalError | None:
-        return None
-
-    def reset(self, consumed: int) -> None:
-        """No state between activations."""
 
 
 class TrajectoryOutput:
@@ -311,6 +285,16 @@ class TrajectoryOutput:
         begun = (self._controller_ns - self._origin_ns) // self._dt_ns + 1
         return min(self._end_step, self._origin_step + max(0, begun))
 
+    def since_step_s(self) -> float | None:
+        """By our own grid, which the controller's row follows: exact also where its state lags."""
+        consumed = self.consumed()
+        newest = (self._origin_step if consumed is None else consumed) - 1
+        return (self._now() - self._begin_ns(newest)) * 1e-9
+
+    def begun(self) -> tuple[int, int] | None:
+        """The grid says at which row a chunk begins when it is handed over."""
+        return None
+
     def _begin_ns(self, step: int) -> int:
         """ROS time at which a step begins."""
         return self._origin_ns + (step - self._origin_step) * self._dt_ns
@@ -338,15 +322,16 @@ class ChunksOutput:
         self._robot, self._publish, self._now = robot, publish, now_ros_ns
         self._reported: int | None = None
         self._offset = 0  # the player's count minus ours
-        self._heard_mono_ns = 0
+        self._heard_mono_ns = self._stepped_mono_ns = 0  # newest word of the player, and of those that it has stepped
         self._listening = False  # since the newest word of the player; its silence is told once
-        self._sent: tuple[int, int] | None = None  # epoch and chunk_id until the player acknowledges them
+        self._sent: tuple[int, int, int] | None = None  # epoch, chunk_id, base_step until the player acknowledges them
         self._sent_mono_ns = 0
+        self._began: tuple[int, int] | None = None  # chunk_id and row
         self._rejection: RefusalError | None = None
 
     def reset(self, consumed: int) -> None:
         """Join the two counts here."""
-        self._sent = self._rejection = None
+        self._sent = self._began = self._rejection = None
         self._offset = (self._reported or 0) - consumed
 
     def on_status(self, message: ChunkStatus) -> None:
@@ -356,11 +341,20 @@ class ChunksOutput:
             self._offset += message.consumed_steps - (self._reported or 0)
             if self._reported is not None:
                 self._rejection = RefusalError(Refusal.MISSING, "the player node restarted", where="~/chunk_status")
+        if message.consumed_steps != self._reported:
+            self._stepped_mono_ns = self._heard_mono_ns
         self._reported = message.consumed_steps
-        if self._sent == (message.epoch, message.chunk_id):
-            self._sent = None
-            if not message.accepted:
+        if self._sent is not None and self._sent[:2] == (message.epoch, message.chunk_id):
+            base_step, self._sent = self._sent[2], None
+            if message.accepted:
+                self._began = message.chunk_id, message.consumed_steps - base_step
+            else:
                 self._rejection = RefusalError(Refusal(message.refusal), message.text, where="the player node")
+
+    def begun(self) -> tuple[int, int] | None:
+        """Its count when it first named the chunk: it may have stepped while the chunk was on its way."""
+        began, self._began = self._began, None
+        return began
 
     def ready(self) -> RefusalError | None:
         """A player node speaks on every tick."""
@@ -396,13 +390,14 @@ class ChunksOutput:
         """The player node publishes the commands."""
 
     def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
+        base = max(0, base_step + self._offset)
         message = action_chunk(self._robot, chunk, self._now())
         message.first_valid_step = facts.row
-        message.base_step = max(0, base_step + self._offset)
+        message.base_step = base
         message.execution_horizon = facts.execution_steps
         message.predicted_margin_s = facts.m_cond_s
         message.validity = to_duration(len(chunk.actions) * self._robot.dt_s)
-        self._sent, self._sent_mono_ns, self._rejection = (chunk.epoch, chunk.chunk_id), mono_ns(), None
+        self._sent, self._sent_mono_ns, self._rejection = (chunk.epoch, chunk.chunk_id, base), mono_ns(), None
         self._publish("chunk", message)
 
     def stop(self, plan: StopPlan) -> None:
@@ -410,3 +405,7 @@ class ChunksOutput:
 
     def consumed(self) -> int | None:
         return None if self._reported is None else self._reported - self._offset
+
+    def since_step_s(self) -> float | None:
+        """At most a period: whether a step is late is told by the player's count, not by when its word arrived."""
+        return min(self._robot.dt_s, (mono_ns() - self._stepped_mono_ns) * 1e-9)

@@ -103,7 +103,7 @@ class PlayerNode(Node):
     def _make_player(self, robot: RobotConfig, stop_hold_steps: int) -> Player:
         return Player(
             robot,
-            # The horizon is the chunk's: a first chunk sets it.
+            # The horizon is each chunk's.
             HandoffSettings(Schedule.NAIVE_ASYNC, horizon=1, execution_steps=1, dt_s=robot.dt_s),
             Safety(epoch=0),
             StepsOutput(
@@ -238,14 +238,8 @@ class PlayerNode(Node):
             )
 
     def _fit_horizon(self, horizon: int, execution_steps: int) -> None:
-        """The first chunk of an epoch sets the horizon; the others must have the same."""
+        """Every chunk brings its own: fewer rows while the robot waits for each. What plays keeps its end."""
         handoff = self._player.handoff
-        if handoff.settings.horizon == horizon:
-            return
-        if handoff.playing is not None:
-            raise RefusalError(
-                Refusal.MALFORMED, "another horizon in the same epoch", got=horizon, wanted=handoff.settings.horizon
-            )
         steps = max(1, min(execution_steps, horizon))
         settings = HandoffSettings(Schedule.NAIVE_ASYNC, horizon, steps, self._robot.dt_s)
         self._player.handoff = replace(handoff, settings=settings)

@@ -25,7 +25,7 @@ from phyai_engine.control.control_loop import ControlLoop, LoopSettings
 from phyai_engine.control.observation_buffer import ObservationBuffer
 from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineRefusedError
-from phyai_engine.handoff import HandoffSettings, assumed_delay_steps
+from phyai_engine.handoff import Fallback, HandoffSettings, assumed_delay_steps
 from phyai_engine.messages import stamp_ns
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
@@ -83,6 +83,7 @@ class Session:
         self._ticker: Ticker | None = None
         self._give_up, self._on_stuck = give_up, on_stuck
         self._refusal = ""  # not logged yet
+        self._fallback = Fallback.NONE  # as logged last
         self._player_consumed = 0  # as the player elsewhere last said, as the next
         self.player_latch = 0
         self.recording: Recording | None = None
@@ -133,6 +134,7 @@ class Session:
         with self.lock:
             self.loop.tick(now_ros)
         self._log_refusal()
+        self._log_fallback()
 
     def on_events(self) -> None:
         """The engine finished something."""
@@ -200,7 +202,7 @@ class Session:
 
     def facts(self, safety: Safety, lifecycle_id: int, lifecycle_label: str) -> Facts:
         """Everything a report says of this instant."""
-        loop = self.loop
+        loop, handoff = self.loop, self.loop.player.handoff
         notes = {
             **self.notes,
             **self._engine.notes,
@@ -219,8 +221,9 @@ class Session:
             placement=self.params.engine,
             schedule=self.params.schedule,
             counters=loop.counters,
-            margins=loop.margins.percentiles(),
-            inference=loop.inference.percentiles(),
+            fallback=handoff.fallback,
+            fallback_text=handoff.fallback_text,
+            windows=loop.windows,
             jitter=self.jitter.jitter(),
             ticks=loop.player.tick_count,
             cameras=self.buffer.camera_stats(mono_ns()),
@@ -387,6 +390,7 @@ class Session:
             dt_s=robot.dt_s,
             delay_init_steps=params.delay_init_steps or assumed_delay_steps(hello.warm_up_ms, horizon, robot.dt_s),
             delay_window=params.delay_window,
+            delay_limit_steps=hello.rtc_max_delay,
         )
         player = Player(
             robot,
@@ -430,6 +434,16 @@ class Session:
         text, self._refusal = self._refusal, ""
         if text:
             self._node.get_logger().warning(f"refused: {text}", throttle_duration_sec=2.0)
+
+    def _log_fallback(self) -> None:
+        handoff = self.loop.player.handoff
+        if handoff.fallback is self._fallback:
+            return
+        self._fallback = handoff.fallback
+        text = f"falls back to {handoff.fallback.value}: {handoff.fallback_text}"
+        if handoff.fallback is Fallback.NONE:
+            text = "runs as configured again"
+        self._node.get_logger().warning(f"schedule {self.params.schedule} {text}")
 
     def _report(self, timing: Timing) -> None:
         self.publish(

@@ -95,6 +95,7 @@ class Watch:
         return [
             ("state", f"{status.lifecycle_label} · {SafetyState(status.safety_state).name.lower()}"),
             ("model", f"{self.model} · engine {status.placement or '-'} · {status.schedule or '-'}"),
+            ("fallback", f"{status.fallback}: {status.fallback_text}" if status.fallback else "none"),
             ("rates", f"steps {len(recent) / 2:.0f} Hz · {cameras or 'no cameras yet'}"),
             (
                 "margin",
@@ -103,6 +104,7 @@ class Watch:
                 f"p99 {status.inference_p99_s * 1e3:.1f} ms",
             ),
             ("misses", f"late {status.misses_cond} · ran out {status.misses_exhaust}"),
+            ("jump ratio", f"p50 {status.jump_ratio_p50:.2f} · p99 {status.jump_ratio_p99:.2f}"),
             ("refusals", refused or "none"),
             ("last refusal", status.last_refusal_text or "-"),
             (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from phyai_engine.control.seam import Seam
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Accepted
 from phyai_engine.stop import StopPlan
@@ -42,6 +43,12 @@ class Output(Protocol):
     def consumed(self) -> int | None:
         """Rows consumed as the player elsewhere reports it, on this side's count; None when it has not reported."""
 
+    def since_step_s(self) -> float | None:
+        """Time since the newest row that :meth:`consumed` counts; None where this process plays."""
+
+    def begun(self) -> tuple[int, int] | None:
+        """chunk_id and row at which the player elsewhere began the newest chunk; asked every tick, told once."""
+
     def ready(self) -> RefusalError | None:
         """Why no chunk can be handed over now; None where it can."""
 
@@ -62,17 +69,50 @@ class Output(Protocol):
         """Activation, re-arm or deactivation: nothing plays; counting goes on from ``consumed``."""
 
 
+class PlaysHere:
+    """The part of an :class:`Output` that says: this process plays, nobody elsewhere is told or heard."""
+
+    ticks = True
+
+    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
+        """Nothing to hand over."""
+
+    def stop(self, plan: StopPlan) -> None:
+        """Nothing to hand over: the stop is commanded step by step."""
+
+    def consumed(self) -> int | None:
+        return None
+
+    def since_step_s(self) -> float | None:
+        return None
+
+    def begun(self) -> tuple[int, int] | None:
+        return None
+
+    def ready(self) -> RefusalError | None:
+        return None
+
+    def heard_mono_ns(self) -> int:
+        return 0
+
+    def motion(self) -> tuple[F64, F64] | None:
+        return None
+
+    def take_rejection(self) -> RefusalError | None:
+        return None
+
+    def reset(self, consumed: int) -> None:
+        """No state between activations."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Spliced:
     """An accepted chunk: the handoff's facts and what the seam looked like.
 
-    :param jump: largest |first new row - last command|, NaN when motion starts.
-    :param jump_ratio: jump / median step-to-step change of the new chunk.
     :param clamped: values changed by the clamp (0 unless asked for).
     """
 
     facts: Accepted
     chunk_id: int
-    jump: float
-    jump_ratio: float
+    seam: Seam
     clamped: int

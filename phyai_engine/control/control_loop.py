@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from phyai_engine.control.commands import Spliced
+from phyai_engine.control.counters import Counters, Windows
 from phyai_engine.control.player import Player
 from phyai_engine.errors import PhyaiError, RefusalError
 from phyai_engine.serve.client import Answered, Event, Failed, Lost
-from phyai_engine.timing import Outcome, Timing, Window
+from phyai_engine.timing import Outcome, Timing
 from phyai_engine.types import AbortCause, Observation, Refusal, Request, Schedule
 from phyai_engine.watchdog import Vitals, Watchdogs, WatchdogSettings
 
@@ -33,25 +34,6 @@ class Client(Protocol):
     def submit(self, request: Request) -> None: ...
     def cancel(self, epoch: int) -> None: ...
     def poll(self) -> Sequence[Event]: ...
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts since activation."""
-
-    requests: int = 0
-    accepted: int = 0
-    refused: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    misses_cond: int = 0
-    misses_exhaust: int = 0
-    handoffs: int = 0  # with a deadline, also those that never came
-    misses: int = 0  # handoffs after their deadline, or never
-    misses_in_a_row: int = 0
-    refusals: list[int] = field(default_factory=lambda: [0] * len(Refusal))
-    last_refusal: Refusal = Refusal.NONE
-    last_refusal_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +79,7 @@ class ControlLoop:
     ) -> None:
         self.player = player
         self.counters = Counters()
-        self.margins = Window(settings.window)
-        self.inference = Window(settings.window)
+        self.windows = Windows(settings.window)
         self.settings = settings
         self._snapshot = snapshot
         self._client = client
@@ -121,6 +102,7 @@ class ControlLoop:
         self._hold_since_ns = 0  # on the clock of _play_ns, as the next three
         self._captured_ns = 0  # the observation of the request in flight
         self._observed_ns = 0  # the observation that the playing chunk was computed from
+        self._age_last_s = NAN  # of that observation, when a step was played last
         self._silent: tuple[int, int] | None = None  # when a player elsewhere fell silent, and in steady time
         self.counters.misses_in_a_row = 0
 
@@ -131,8 +113,7 @@ class ControlLoop:
         """
         self.player.activate()
         self.counters = Counters()
-        self.margins.clear()
-        self.inference.clear()
+        self.windows = Windows(self.settings.window)
         self._forget()
 
     def tick(self, now_ros_ns: int) -> None:
@@ -150,9 +131,12 @@ class ControlLoop:
             self._refuse(error)
             self._finish(chunk_id, "refused", refusal=error.code, text=str(error))
             self._listen(error)
+        consumed = self.player.handoff.consumed
         self.player.catch_up()  # a request is cut where the robot is now, not where it was a tick ago
         request = self._next_request(now_ros_ns, now)
         self.player.tick()
+        if self.player.handoff.consumed > consumed:
+            self._age_last_s = (self._play_ns - self._observed_ns) * 1e-9
         if request is not None:
             self._client.submit(request)
         self._count_owed()
@@ -295,14 +279,13 @@ class ControlLoop:
             return
         self._owing = False
         if not self._clock_fault():
-            self.counters.handoffs += 1
             self.counters.misses_exhaust += 1
             self._count_margin(missed=True)
 
-    def _count_margin(self, *, missed: bool, forgiven: bool = False) -> None:
-        """:param forgiven: it counts as missed in the figures, but not for the watchdog."""
+    def _count_margin(self, *, missed: bool) -> None:
+        self.counters.handoffs += 1
         self.counters.misses += missed
-        self.counters.misses_in_a_row = self.counters.misses_in_a_row + 1 if missed and not forgiven else 0
+        self.counters.misses_in_a_row = self.counters.misses_in_a_row + 1 if missed else 0
 
     def _finish(self, chunk_id: int, outcome: Outcome, *, refusal: Refusal = Refusal.NONE, text: str = "") -> None:
         """Report a chunk that will not be played; the request in flight, if it was that one, is over."""
@@ -372,39 +355,37 @@ class ControlLoop:
         counters.accepted += 1
         counters.misses_cond += facts.m_cond_s < 0
         counters.misses_exhaust += facts.m_exhaust_s < 0
-        self.inference.add(timings.inference_ms * 1e-3)
         if not math.isnan(margin):
-            counters.handoffs += 1
-            # A player elsewhere counts in another phase: late by time, but no more rows gone than were predicted.
-            in_time = request.committed is not None and facts.row <= facts.delay_predicted_steps
-            self._count_margin(missed=margin < 0, forgiven=in_time)
-            self.margins.add(margin)
+            self._count_margin(missed=margin < 0)
         consumed = self.player.handoff.consumed
         env = (consumed - self._last_consumed) * self.settings.dt_s if self._last_consumed is not None else NAN
         self._last_consumed = consumed
-        self._report(
-            Timing(
-                epoch=request.epoch,
-                chunk_id=request.chunk_id,
-                outcome="accepted",
-                text=clock_fault or (f"{spliced.clamped} values clamped" if spliced.clamped else ""),
-                l_observe_s=observe,
-                l_transfer_s=timings.transfer_ms * 1e-3,
-                l_queue_s=timings.queue_ms * 1e-3,
-                l_inference_s=timings.inference_ms * 1e-3,
-                l_actuate_s=(accepted - event.received_mono_ns) * 1e-9,
-                l_critical_s=critical,
-                l_env_s=env,
-                m_ctrl_s=margin,  # B_ctrl and L_critical both start at capture, so the capture cancels
-                m_cond_s=facts.m_cond_s,
-                m_exhaust_s=facts.m_exhaust_s,
-                delay_predicted_steps=facts.delay_predicted_steps,
-                delay_steps=facts.row,
-                execution_steps=facts.execution_steps,
-                hold_steps=facts.held,
-                age_s=critical,
-                jump=spliced.jump,
-                jump_ratio=spliced.jump_ratio,
-                frozen_error=facts.frozen_error,
-            )
+        timing = Timing(
+            epoch=request.epoch,
+            chunk_id=request.chunk_id,
+            outcome="accepted",
+            text=clock_fault or (f"{spliced.clamped} values clamped" if spliced.clamped else ""),
+            fallback=facts.fallback.value,
+            l_observe_s=observe,
+            l_transfer_s=timings.transfer_ms * 1e-3,
+            l_queue_s=timings.queue_ms * 1e-3,
+            l_inference_s=timings.inference_ms * 1e-3,
+            l_actuate_s=(accepted - event.received_mono_ns) * 1e-9,
+            l_critical_s=critical,
+            l_env_s=env,
+            m_ctrl_s=margin,  # B_ctrl and L_critical both start at capture, so the capture cancels
+            m_cond_s=facts.m_cond_s,
+            m_exhaust_s=facts.m_exhaust_s,
+            delay_predicted_steps=facts.delay_predicted_steps,
+            delay_steps=facts.row,
+            execution_steps=facts.execution_steps,
+            hold_steps=facts.held,
+            age_s=critical,
+            age_last_s=self._age_last_s,
+            jump=spliced.seam.jump,
+            jump_ratio=spliced.seam.jump_ratio,
+            jerk=spliced.seam.jerk,
+            frozen_error=facts.frozen_error,
         )
+        self.windows.add(timing)
+        self._report(timing)

@@ -14,6 +14,7 @@ import numpy as np
 
 from phyai_engine.config import RobotConfig
 from phyai_engine.control.commands import Command, Output, Spliced
+from phyai_engine.control.seam import Seam
 from phyai_engine.envelope import Envelope
 from phyai_engine.errors import RefusalError
 from phyai_engine.handoff import Handoff, HandoffSettings
@@ -153,32 +154,28 @@ class Player:
                 )
             self.check_output()
             row = self.handoff.row_for(chunk)
+            flight = self.handoff.in_flight
+            assert flight is not None  # row_for refuses otherwise
             clamped = 0
             if self._clamp:
                 actions, clamped = self.envelope.clamp(chunk.actions)
                 chunk = replace(chunk, actions=actions)
             self._check(chunk.actions, row)
             if not clamped:  # whoever asks for a clamp wants the joint to run into its limit
-                played = chunk.actions[: self.handoff.last_row]
+                played = chunk.actions[: flight.end_row]
                 self.reach.check(played, first_row=row, last_command=self._value)
         except RefusalError:
             self.handoff = self.handoff.drop(chunk.chunk_id)
             raise
-        flight = self.handoff.in_flight
-        assert flight is not None  # row_for refuses otherwise
-        self.handoff, facts = self.handoff.accept(chunk, now_mono_ns)
+        self.handoff, facts = self.handoff.accept(chunk, now_mono_ns, self._output.since_step_s())
         self._rates = row_rates(chunk.actions, row, self._value, self._planner.dt_s)
         self._begun = True
-        # In `sync` the robot waits at s: a player elsewhere must not be given rows beyond it.
-        handed = replace(chunk, actions=chunk.actions[: self.handoff.last_row])
+        # Where the robot waits at s a player elsewhere must not be given rows beyond it.
+        handed = replace(chunk, actions=chunk.actions[: flight.end_row])
         self._output.chunk(handed, flight.consumed_at, facts)
-        jump = ratio = float("nan")
-        if self._value is not None:
-            jump = float(np.abs(chunk.actions[row] - self._value).max())
-            within = np.abs(np.diff(chunk.actions, axis=0)).max(axis=1)
-            typical = float(np.median(within)) if len(within) else 0.0
-            ratio = jump / typical if typical > 0 else float("nan")
-        return Spliced(facts, chunk.chunk_id, jump, ratio, clamped)
+        planner = self._planner
+        seam = Seam.of(chunk.actions, row, self._value, self._before, planner.kind, planner.dt_s)
+        return Spliced(facts, chunk.chunk_id, seam, clamped)
 
     def _check(self, actions: F64, row: int) -> None:
         """The envelope; a chunk that only starts too far away may begin a ramp to its first row, refused as it is.
@@ -295,6 +292,8 @@ class Player:
             return
         before = self.handoff.consumed
         self.handoff = self.handoff.advance_to(consumed)
+        if (begun := self._output.begun()) is not None:
+            self.handoff = self.handoff.begun(*begun)
         playing = self.handoff.playing
         if playing is not None and playing.next_row > playing.first_row and self.handoff.consumed > before:
             value = playing.actions[playing.next_row - 1]

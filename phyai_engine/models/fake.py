@@ -1,7 +1,8 @@
 """A model without weights or torch: smooth deterministic motion, a chosen latency, and faults on demand.
 
-Its flow is exact: ``v = (x - target) / t``. Sampling arrives at the target from any noise, and guidance and
-cancellation act as on a real model. Faults count the runs since it was loaded, after ``grace_runs``.
+Its flow is exact: ``v = (x - E[actions | x]) / t``. Without ``detour`` sampling arrives at the one target from any
+noise; with it at one of two, which the noise chooses, and rows that guidance holds sway the others. Cancellation acts
+as on a real model. Faults count the runs since it was loaded, after ``grace_runs``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from numpy.typing import NDArray
 from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError
 from phyai_engine.solvers import flow_times
-from phyai_engine.types import F32, BufferSpec, ModelSpec
+from phyai_engine.types import F32, F64, BufferSpec, ModelSpec
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
+
+DETOUR_ROWS = 4
+"""Rows within which a detour is reached."""
 
 _EXIT_CODE = 13
 _SPARE_BYTES = 16 << 20
@@ -35,8 +39,12 @@ _LOG_LINE = b"the fake model floods its log, as configured (flood_log_mb) ".ljus
 class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the fake model does.
 
-    :param latency_ms: of one run, spread over the prefix and the steps. :param busy: spend it holding the
-        interpreter lock instead of sleeping. :param amplitude: of the motion, 1 = half the normalised range.
+    :param latency_ms: of one run, spread over the prefix and the steps. :param latency_spread_ms: up to this much is
+        added, evenly distributed. :param slow_every: every n-th run takes ``slow_ms`` longer.
+    :param busy: spend it holding the interpreter lock instead of sleeping.
+    :param amplitude: of the motion, 1 = half the normalised range.
+    :param detour: a position's plan leaves the path by as much to one side or the other (same unit) within
+        DETOUR_ROWS, all positions of a chunk to the same side: chunks of one scene then differ in kind.
     :param period_steps: rows of one cycle of a position. :param nan_at: row of the chunk that is NaN.
     :param fail_every: raise at every n-th run. :param crash_on_request: end the process at the n-th run.
     :param hang_on_request: never return from the n-th run. :param oom_on_request: run out of memory in the n-th run:
@@ -52,9 +60,13 @@ class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     cameras: tuple[str, ...] = ()
     image_size: Count = 64
     latency_ms: Annotated[float, Meta(ge=0)] = 0.0
+    latency_spread_ms: Annotated[float, Meta(ge=0)] = 0.0
+    slow_every: CountOrZero = 0
+    slow_ms: Annotated[float, Meta(ge=0)] = 0.0
     busy: bool = False
     amplitude: Annotated[float, Meta(gt=0, le=0.9)] = 0.1
     period_steps: Annotated[float, Meta(ge=4)] = 200.0
+    detour: Annotated[float, Meta(ge=0, le=0.1)] = 0.0
     nan_at: CountOrZero | None = None
     fail_every: CountOrZero = 0
     crash_on_request: CountOrZero = 0
@@ -71,9 +83,10 @@ class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FakePrefix:
-    """:param target: [B, H, A] float32, where the flow ends."""
+    """Where the flow ends: ``target`` [B, H, A] float32, plus or minus ``side``, likewise."""
 
     target: F32
+    side: F32
 
 
 class FakeModel:
@@ -96,6 +109,7 @@ class FakeModel:
             cameras=options.cameras,
         )
         self._runs = -options.grace_runs
+        self._share_s = 0.0  # of this run's latency, what each call spends
 
     @classmethod
     def load(cls, config: ModelConfig) -> FakeModel:
@@ -120,23 +134,57 @@ class FakeModel:
         """Plan the motion from ``anchor`` [B, A]; the configured faults happen here."""
         on_phase("prefix")
         self._runs += 1
+        self._share_s = self._latency_ms() / 1e3 / (self.options.num_steps + 1)
         if self._runs > 0:
             self._go_wrong()
         self._spend()
-        return FakePrefix(np.stack([self._motion(anchor) for anchor in inputs["anchor"]]))
+        anchors = inputs["anchor"]
+        rows = np.arange(self.options.horizon, dtype=np.float32)[None, :, None]
+        reached = np.float32(self.options.detour) * np.minimum(rows / DETOUR_ROWS, 1.0)
+        side = (reached * np.isfinite(anchors)[:, None, :]).astype(np.float32)
+        return FakePrefix(np.stack([self._motion(anchor) for anchor in anchors]), side)
 
     def velocity(self, prefix: FakePrefix, x: F32, step: int, clean: NDArray[np.bool_] | None = None) -> F32:
-        """(x - target) / t. :param x: [B, H, A] float32. :param clean: without effect: no token sees another."""
+        """(x - E[actions | x]) / t. :param x: [B, H, A] float32. :param clean: no effect: no token sees another."""
         self._spend()
-        v: F32 = (x - prefix.target) / np.float32(self.spec.times[step])
+        v: F32 = (x - self._expected(prefix, x, step)) / np.float32(self.spec.times[step])
         if self.options.nan_at is not None and self._runs > 0:
             v[:, self.options.nan_at] = np.nan
         return v
 
     def velocity_vjp(self, prefix: FakePrefix, x: F32, step: int) -> tuple[F32, Callable[[F32], F32]]:
-        """The Jacobian is I / t. Guided along it nothing is pulled: the flow ends at its target from anywhere."""
+        """The Jacobian is (I - dE/dx) / t. Without a detour E does not depend on x, and guided along it nothing is
+        pulled: the flow ends at its target from anywhere.
+        """
         t = np.float32(self.spec.times[step])
-        return self.velocity(prefix, x, step), lambda error: error / t
+        slope = self._slope(prefix, x, step)
+
+        def pull(error: F32) -> F32:
+            along = (error * prefix.side).sum(axis=(1, 2), keepdims=True)
+            pulled: F32 = (error - slope * along * prefix.side) / t
+            return pulled
+
+        return self.velocity(prefix, x, step), pull
+
+    def _expected(self, prefix: FakePrefix, x: F32, step: int) -> F32:
+        """[B, H, A]: mean of the two ends, weighed by how likely each is given x = t noise + (1 - t) actions."""
+        if not self.options.detour:
+            return prefix.target
+        expected: F32 = prefix.target + prefix.side * np.tanh(self._odds(prefix, x, step)).astype(np.float32)
+        return expected
+
+    def _odds(self, prefix: FakePrefix, x: F32, step: int) -> F64:
+        """[B, 1, 1]: half their logarithm."""
+        t = self.spec.times[step]
+        away = (x - (1.0 - t) * prefix.target) * prefix.side
+        odds: F64 = (1.0 - t) / t**2 * away.sum(axis=(1, 2), keepdims=True, dtype=np.float64)
+        return odds
+
+    def _slope(self, prefix: FakePrefix, x: F32, step: int) -> F32:
+        """[B, 1, 1]: of tanh over the sum of x along the side."""
+        t = self.spec.times[step]
+        slope = (1.0 - t) / t**2 * (1.0 - np.tanh(self._odds(prefix, x, step)) ** 2)
+        return slope.astype(np.float32)
 
     def _motion(self, anchor: F32) -> F32:
         """[A] -> [H, A], row 0 where the robot is.
@@ -179,13 +227,21 @@ class FakeModel:
         if o.fail_every and self._runs % o.fail_every == 0:
             raise RuntimeError(f"the fake model fails at run {self._runs}, as configured (fail_every)")
 
+    def _latency_ms(self) -> float:
+        """This run's, equal in every process: it depends on the number of the run alone."""
+        o = self.options
+        latency_ms = o.latency_ms
+        if o.latency_spread_ms:
+            latency_ms += o.latency_spread_ms * np.random.Generator(np.random.Philox(key=self._runs % 2**64)).random()
+        slow = o.slow_every and self._runs > 0 and self._runs % o.slow_every == 0
+        return latency_ms + o.slow_ms if slow else latency_ms
+
     def _spend(self) -> None:
         """This call's share of the latency."""
-        share_s = self.options.latency_ms / 1e3 / (self.options.num_steps + 1)
         if not self.options.busy:
-            time.sleep(share_s)
+            time.sleep(self._share_s)
             return
-        end = time.monotonic() + share_s
+        end = time.monotonic() + self._share_s
         while time.monotonic() < end:
             pass
 

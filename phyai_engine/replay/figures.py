@@ -277,8 +277,9 @@ def seams(record: Record) -> Chart:
         y=[row.jump_ratio for row in rows],
         mode="markers",
         marker={"size": 7, "color": BLUE},
-        customdata=[[row.chunk_id, row.jump] for row in rows],
-        hovertemplate="chunk %{customdata[0]}: jump %{customdata[1]:.4g}, ratio %{y:.2f}<extra></extra>",
+        customdata=[[row.chunk_id, row.jump, row.jerk] for row in rows],
+        hovertemplate="chunk %{customdata[0]}: jump %{customdata[1]:.4g}, ratio %{y:.2f}, jerk %{customdata[2]:.3g}"
+        "<extra></extra>",
     )
     marks = event_marks(record.events, record.duration_s)
     like_any = {**vertical(0, MUTED, "dot", 1.5), "xref": "paper", "yref": "y", "x1": 1, "y0": 1, "y1": 1}

@@ -40,7 +40,7 @@ def write_report(record: Record, path: Path, *, other: Record | None = None) -> 
         f"<div>{chart(figures.margin_timeline(record))}</div></section>",
         _stages(record, figures_of_run),
         f'<section id="loop" class="pair even"><div>{chart(figures.control_roofline(record, other))}</div>'
-        f"<div>{chart(figures.seams(record))}</div></section>",
+        f"<div>{chart(figures.seams(record))}{_seam_table(figures_of_run)}</div></section>",
         f'<section id="commanded">{chart(tracks.commands(record))}</section>',
         _joints(record),
         _cameras(record, figures_of_run),
@@ -205,6 +205,23 @@ def _stages(record: Record, run: dict[str, Any]) -> str:
     return f'<section id="stage">{chart(figures.stages(record))}{listed}</section>'
 
 
+def _seam_table(run: dict[str, Any]) -> str:
+    names = {
+        "jump": "jump",
+        "jump_ratio": "jump / median step",
+        "jerk": "jerk [1/s³]",
+        "frozen_error": "frozen error",
+        "age_last_s": "action age [s]",
+    }
+    rows = []
+    for name, words in names.items():
+        figure = run["seam"][name]
+        if figure["n"]:
+            values = [number(figure[key], ".3g") for key in ("p50", "p95", "p99", "max")]
+            rows.append((words, str(figure["n"]), *values))
+    return table(("at the handoff", "n", "p50", "p95", "p99", "max"), rows) if rows else ""
+
+
 def _joints(record: Record) -> str:
     entry = tracks.measured_joints(record)
     if entry is None:
@@ -253,17 +270,18 @@ def _handoff_table(record: Record) -> str:
     head = (
         "t [s]", "chunk", "epoch", "outcome", "d", "d′", "s", "held",
         *(f"{figures.STAGE_NAMES[name]} [ms]" for name in STAGES),
-        "L_critical [ms]", "L_env [ms]", "M_ctrl [ms]", "M_cond [ms]", "M_exhaust [ms]", "age [ms]",
-        "jump", "ratio", "frozen error", "reason",
+        "L_critical [ms]", "L_env [ms]", "M_ctrl [ms]", "M_cond [ms]", "M_exhaust [ms]", "age [ms]", "oldest [ms]",
+        "jump", "ratio", "jerk", "frozen error", "fallback", "reason",
     )  # fmt: skip
     rows = [_handoff_row(row) for row in record.timings[:MAX_ROWS]]
     n = len(record.timings)
     cut = f", the first {MAX_ROWS} shown; the record holds all" if n > MAX_ROWS else ""
     note = (
         "d: delay predicted, d′: steps consumed between snapshot and handoff, s: execution steps, "
-        "held: ticks without an action meanwhile. Red: missed or not accepted."
+        "held: ticks without an action meanwhile, oldest: age of the observation behind the oldest action of the chunk "
+        "before. Red: missed or not accepted."
     )
-    listed = table(head, rows, text=(3, len(head) - 1))
+    listed = table(head, rows, text=(3, len(head) - 2, len(head) - 1))
     return (
         f'<section id="all"><details><summary>All handoffs and rejections ({n}{cut})</summary>'
         f'<p class="note">{note}</p>{listed}</details></section>'
@@ -294,8 +312,11 @@ def _handoff_row(row: TimingRow) -> tuple[str, ...]:
         margin(row.m_cond_s),
         margin(row.m_exhaust_s),
         milli(row.age_s),
+        milli(row.age_last_s),
         number(row.jump, ".4g"),
         number(row.jump_ratio),
+        number(row.jerk, ".3g"),
         number(row.frozen_error, ".2g"),
+        escape(row.fallback),
         escape(row.text),
     )

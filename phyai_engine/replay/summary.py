@@ -17,6 +17,7 @@ from phyai_engine.timing import Window, miss_upper95, roofline
 from phyai_engine.types import Schedule
 
 STAGES = ("l_observe_s", "l_transfer_s", "l_queue_s", "l_inference_s", "l_actuate_s")
+SEAM = ("jump", "jump_ratio", "jerk", "frozen_error", "age_last_s")
 MARGINS = ("m_ctrl_s", "m_cond_s", "m_exhaust_s")
 # Ticks further apart than this are not one motion: the node was inactive in between.
 GAP_PERIODS = 5.0
@@ -47,10 +48,8 @@ def summary(record: Record) -> dict[str, Any]:
         },
         "roofline": _median_roofline(record, accepted),
         "ticks": _ticks(record),
-        "seam": {
-            name: _percentiles(getattr(row, name) for row in accepted)
-            for name in ("jump", "jump_ratio", "frozen_error")
-        },
+        "seam": {name: _percentiles(getattr(row, name) for row in accepted) for name in SEAM},
+        "fallbacks": _fallbacks(accepted),
         "cameras": {name: _camera(camera) for name, camera in record.cameras.items()},
         "events": [msgspec.to_builtins(event) for event in record.events],
         "mode": record.mode,
@@ -103,6 +102,11 @@ def spans(steps: Sequence[StepRow], kind: StepKind, dt_s: float) -> list[tuple[f
 def _rejected(record: Record) -> dict[str, int]:
     counts: Counter[str] = Counter(row.outcome for row in record.timings)
     return {name: counts[name] for name in OUTCOMES if name != "accepted"}
+
+
+def _fallbacks(accepted: Sequence[TimingRow]) -> dict[str, int]:
+    """Handoffs whose request was made otherwise than configured, by what was done instead, most first."""
+    return dict(Counter(row.fallback for row in accepted if row.fallback).most_common())
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float | None]:

@@ -7,19 +7,17 @@ from datetime import datetime, timezone
 from typing import Any
 
 from phyai_engine.config import RobotConfig
-from phyai_engine.control.commands import Command
-from phyai_engine.control.control_loop import Client, Counters
-from phyai_engine.errors import RefusalError
-from phyai_engine.handoff import Accepted
+from phyai_engine.control.commands import Command, PlaysHere
+from phyai_engine.control.control_loop import Client
+from phyai_engine.control.counters import Counters
 from phyai_engine.host import host
 from phyai_engine.replay.record import ChunkRow, Event, EventKind, IdleRow, Record, StepRow, TimingRow, chunk_hash
 from phyai_engine.replay.rows import step_row
 from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.serve.client import Answered, Lost
 from phyai_engine.serve.client import Event as EngineEvent
-from phyai_engine.stop import StopPlan
 from phyai_engine.timing import Timing
-from phyai_engine.types import F64, Chunk, Refusal, Request
+from phyai_engine.types import Refusal, Request
 
 IDLE_S = 1.0
 """Without work for so long an engine's next inference is listed apart: caches and clock rates have gone down."""
@@ -127,37 +125,11 @@ class TracedEngine:
         return events
 
 
-class TracedSteps:
+class TracedSteps(PlaysHere):
     """The player's output of a replay: every tick's command is kept, and moves nothing."""
-
-    ticks = True
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
     def command(self, command: Command) -> None:
         self._trace.command(command)
-
-    def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None:
-        """Nothing to hand over: this process plays."""
-
-    def stop(self, plan: StopPlan) -> None:
-        """Nothing to hand over: the stop is played step by step."""
-
-    def consumed(self) -> int | None:
-        return None
-
-    def ready(self) -> RefusalError | None:
-        return None
-
-    def heard_mono_ns(self) -> int:
-        return 0
-
-    def motion(self) -> tuple[F64, F64] | None:
-        return None
-
-    def take_rejection(self) -> RefusalError | None:
-        return None
-
-    def reset(self, consumed: int) -> None:
-        """No state between activations."""

@@ -62,7 +62,7 @@ def _verdict(record: Record, run: dict[str, Any]) -> list[str]:
         sentences.append(f"{_replayed(record, run)}.")
     sentences += [f"Sensor fault, {fault_name(fault)}: {fault.text}" for fault in record.survey.faults]
     sentences += [f"The bag: {warning}" for warning in record.survey.warnings]
-    sentences += [_deadline(record, run), _answers(record, run), _motion(run)]
+    sentences += [_deadline(record, run), _answers(record, run), _motion(run), *_handoffs(run)]
     if run["random_weights"]:
         sentences.append(
             "The model has seeded random weights: the run shows the whole path at work, not a learned skill."
@@ -118,6 +118,22 @@ def _motion(run: dict[str, Any]) -> str:
         f"(longest {ticks['hold_longest_s']:.2f} s), {ticks['stop']} stop commands; "
         f"an action in {percent(ticks['played_fraction'])} of the ticks outside stops."
     )
+
+
+def _handoffs(run: dict[str, Any]) -> list[str]:
+    """How smooth the handoffs were, and how many were not made as configured; nothing where none had a seam."""
+    ratio, fallbacks = run["seam"]["jump_ratio"], run["fallbacks"]
+    sentences = []
+    if ratio["n"]:
+        sentences.append(
+            f"Jump at a handoff over the median step of its chunk: p50 {number(ratio['p50'])}, "
+            f"p99 {number(ratio['p99'])} of {ratio['n']} (1 = like any other step)."
+        )
+    if fallbacks:
+        counted = ", ".join(f"{name} {n}" for name, n in fallbacks.items())
+        n = sum(fallbacks.values())
+        sentences.append(f"The schedule fell back at {n} of {run['handoffs']} handoffs: {counted}.")
+    return sentences
 
 
 def why_no_handoffs(record: Record) -> str:

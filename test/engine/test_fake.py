@@ -14,7 +14,7 @@ import pytest
 
 from phyai_engine.config import ModelConfig, load_model, resolve
 from phyai_engine.errors import ConfigError
-from phyai_engine.models.fake import FakeModel, FakeOptions
+from phyai_engine.models.fake import DETOUR_ROWS, FakeModel, FakeOptions
 from phyai_engine.rtc import Guidance, gain_table, prefix_weights
 from phyai_engine.runner import RowResult, Runner
 from phyai_engine.types import F32, CancelToken, Row
@@ -133,6 +133,52 @@ def test_cancelling_takes_effect_between_steps() -> None:
     assert time.perf_counter() - started <= 0.6  # a step is 0.1 s, the rest of the run 0.95 s
     assert results[0].cancelled
     assert results[0].actions is None
+
+
+def test_a_detour_goes_to_one_side_or_the_other_and_held_rows_sway_it() -> None:
+    model = FakeModel(FakeOptions(horizon=32, action_dim=5, num_steps=10, detour=0.05))
+    path = run(FakeOptions(horizon=32, action_dim=5), POSITIONS)
+    shape = np.minimum(np.arange(32) / DETOUR_ROWS, 1.0)[:, None]
+    sides = []
+    for seed in range(20):
+        away = (run(model.options, POSITIONS, seed) - path) / 0.05
+        sides.append(float(away[-1, 0]))
+        np.testing.assert_allclose(away, sides[-1] * np.broadcast_to(shape, away.shape), atol=1e-3)
+    assert np.min(np.abs(sides)) > 0.95 and 4 <= np.sum(np.array(sides) > 0) <= 16
+    weight = np.repeat(prefix_weights(32, 10, 20)[:, None], 5, axis=1)
+    for side in (1.0, -1.0):
+        target = (path + side * 0.05 * shape).astype(np.float32)
+        held = [
+            row(model.spec, POSITIONS, seed, target=target, weight=weight, gain=gain_table(model.spec.times, 10.0))
+            for seed in range(8)
+        ]
+        ends = np.stack([result.actions[-1] for result in Runner(model).run(held)])  # type: ignore[index]
+        assert np.mean((ends - path[-1])[:, 0] * side > 0.04) >= 0.75  # free rows follow the held ones
+
+
+def test_a_delta_takes_no_detour() -> None:
+    still = np.full(2, np.nan, np.float32)
+    np.testing.assert_array_equal(
+        run(FakeOptions(action_dim=2, detour=0.1), still, 1), run(FakeOptions(action_dim=2), still, 1)
+    )
+
+
+def test_latency_varies_by_the_number_of_the_run_alone() -> None:
+    options = FakeOptions(action_dim=5, latency_ms=10, latency_spread_ms=20, slow_every=4, slow_ms=500, grace_runs=2)
+
+    def latencies() -> list[float]:
+        model, found = FakeModel(options), []
+        for _ in range(10):
+            model._runs += 1
+            found.append(model._latency_ms())
+        return found
+
+    first = latencies()
+    assert first == latencies()
+    slow = [i for i, latency in enumerate(first) if latency > 500]
+    assert slow == [5, 9]  # the fourth and the eighth after the grace runs
+    quick = [latency for latency in first if latency < 500]
+    assert min(quick) >= 10 and max(quick) <= 30 and np.ptp(quick) > 5
 
 
 # --- faults ---

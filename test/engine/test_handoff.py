@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from phyai_engine.errors import ConfigError, RefusalError
-from phyai_engine.handoff import Handoff, HandoffSettings
+from phyai_engine.handoff import Fallback, Handoff, HandoffSettings
 from phyai_engine.types import Chunk, Refusal, Schedule, StageTimings
 
 H, DT = 8, 0.02
@@ -137,12 +139,94 @@ def test_delay_window_forgets_one_slow_inference() -> None:
     assert h.delays == (2, 2, 2) and h.predicted_delay == 2
 
 
-def test_start_row_is_feasible() -> None:
-    assert handoff(s=4, d=2).start_row == 4
-    assert handoff(s=2, d=3).start_row == 3  # a chunk must live until its successor arrives
-    assert handoff(s=7, d=3).start_row == 5  # H - d rows must remain
-    assert handoff(s=4, d=7).start_row == 1  # 2d > H: cover the delay
-    assert handoff(s=4, d=50).start_row == 1
+NONE, SHORTER, LIMITED, WAITS = Fallback.NONE, Fallback.SHORTER_S, Fallback.LIMITED_D, Fallback.SYNC
+
+
+@pytest.mark.parametrize(
+    ("s", "delays", "limit", "start_row", "fallback"),
+    [
+        (4, (2,), 0, 4, NONE),
+        (2, (3,), 0, 3, NONE),  # a chunk must live until its successor arrives
+        (4, (4,), 0, 4, NONE),  # d = s = H - d: just feasible
+        (7, (3,), 0, 5, SHORTER),  # H - d rows must remain
+        (4, (1, 1, 7), 0, 1, SHORTER),  # 2d > H once: cover the delay
+        (4, (1, 7), 0, 1, SHORTER),
+        (4, (1, 7, 7), 0, 4, WAITS),  # 2d > H is the rule
+        (4, (5,), 0, 4, WAITS),
+        (4, (50,), 0, 4, WAITS),
+        (4, (1, 1, 3), 2, 4, LIMITED),
+        (4, (2, 2), 2, 4, NONE),
+        (4, (3, 3, 1), 2, 4, WAITS),
+    ],
+)
+def test_an_execution_horizon_that_does_not_fit_the_delay_has_its_stated_fallback(
+    s: int, delays: tuple[int, ...], limit: int, start_row: int, fallback: Fallback
+) -> None:
+    h = replace(handoff(s=s, delay_limit_steps=limit), delays=delays)
+    assert (h.start_row, h.fallback, h.waits) == (start_row, fallback, fallback is WAITS)
+    assert bool(h.fallback_text) == (fallback is not NONE)
+    naive = replace(handoff(Schedule.NAIVE_ASYNC, s=s, delay_limit_steps=limit), delays=delays)
+    assert naive.fallback is (fallback if not limit else NONE)  # nothing is frozen, so nothing is limited
+    assert replace(handoff(Schedule.SYNC, s=s), delays=delays).fallback is NONE
+
+
+def test_a_robot_that_waits_plays_s_rows_continues_nothing_and_goes_on_once_the_engine_is_fast_enough() -> None:
+    h = started(replace(handoff(s=3), delays=(7,)), held=7)
+    h, played = play(h, 5)
+    assert played == [0.0, 1.0, 2.0, None, None]
+    assert h.due and h.committed_now() is None
+    h = h.begin(2, 1, 0)
+    h, _ = play(h, 6)
+    h, facts = h.accept(chunk(2, 3.0), 120_000_000)
+    assert (facts.row, facts.held, facts.fallback) == (0, 6, WAITS)
+    assert np.isnan(facts.m_exhaust_s)  # no deadline
+    assert h.delays == (7, 7, 6) and h.waits
+    for chunk_id in (3, 4, 5):
+        h, _ = play(h, 3)
+        h = h.begin(chunk_id, 1, 0)
+        h, _ = play(h, 2)
+        h, _ = h.accept(chunk(chunk_id), 40_000_000)
+    assert h.delays == (7, 7, 6, 2, 2, 2) and h.fallback is SHORTER
+    assert h.remaining_steps == 3  # what was asked for at rest is played as it was meant
+    h, _ = play(h, 1)
+    assert h.due  # row 1 of H = 8: seven rows cover the seven steps that it may still take
+    assert h.begin(6, 1, 0).in_flight.end_row == H  # type: ignore[union-attr]
+
+
+def test_no_more_steps_are_frozen_than_the_checkpoint_can_continue() -> None:
+    h = started(replace(handoff(s=3, delay_limit_steps=2), delays=(1, 1, 4)))
+    h, _ = play(h, 3)
+    committed = h.committed_now()
+    assert committed is not None and committed.delay_steps == 2
+    h = h.begin(2, 1, 0)
+    h, _ = play(h, 3)
+    _, facts = h.accept(chunk(2, 3.0), 50_000_000)
+    assert facts.fallback is LIMITED
+    assert facts.delay_predicted_steps == 2 and facts.m_cond_s == pytest.approx(2 * DT - 0.05)  # missed, and told
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("s", range(1, H + 1))
+@pytest.mark.parametrize("delay", range(13))
+def test_no_step_is_skipped_or_repeated_whatever_the_delay(schedule: Schedule, s: int, delay: int) -> None:
+    """Every chunk goes on from what was played at its snapshot, so the values played count the steps."""
+    h, played, ids, ready, base = handoff(schedule, s=s, d=1), [], 0, 0, 0
+    for tick in range(120):
+        if h.in_flight is not None and tick >= ready:
+            h, _ = h.accept(chunk(ids, float(base)), tick * 20_000_000)
+        if h.due:
+            ids, ready, base = ids + 1, tick + delay, h.consumed
+            h = h.begin(ids, 1, tick * 20_000_000)
+            assert h.in_flight is not None
+            assert h.in_flight.committed is None or not h.waits
+        h, [value] = play(h, 1)
+        played.append(value)
+    moved = [value for value in played if value is not None]
+    assert moved == [float(i) for i in range(len(moved))]
+    if schedule is not Schedule.SYNC and 1 <= delay <= H // 2:
+        assert None not in played[40:], "a delay that fits costs no motion"
+    if delay > H // 2:
+        assert len(moved) > 120 * min(s, H) / (s + delay + 2) - 2 * H  # it waits, and goes on
 
 
 def test_every_row_consumed_is_exhausted() -> None:
@@ -151,7 +235,7 @@ def test_every_row_consumed_is_exhausted() -> None:
     h = h.begin(2, 1, 0)
     h = h.advance_to(h.consumed + 7)
     # a player elsewhere went on with rows of this request's own chunk: nothing of it is left
-    late = Handoff(h.settings, h.playing, h.in_flight, h.consumed + 1, 0, (), 2)
+    late = replace(h, consumed=h.consumed + 1)
     with pytest.raises(RefusalError) as error:
         late.accept(chunk(2), 0)
     assert error.value.code is Refusal.EXHAUSTED
@@ -221,6 +305,32 @@ def test_chunk_from_elsewhere_is_placed_by_count() -> None:
         with pytest.raises(RefusalError) as error:
             h.expect(chunk_id, 1, base_step=base, now_mono_ns=0)
         assert error.value.code is code
+
+
+def test_a_player_elsewhere_is_late_by_its_own_count() -> None:
+    h = started(handoff(d=2))
+    h = h.advance_to(4).begin(2, 1, 1_000_000_000)
+    for row, since_s, m_cond_s in ((1, 0.005, 1.75), (2, 0.0, 1.0), (2, DT, 0.0), (3, 0.0, 0.0), (3, 0.001, -0.05)):
+        _, facts = h.advance_to(4 + row).accept(chunk(2, 4.0), 1_300_000_000, since_s)  # whatever our clock says
+        assert facts.row == row and facts.m_cond_s == pytest.approx(m_cond_s * DT)
+        assert facts.m_exhaust_s == pytest.approx((m_cond_s + 2) * DT)
+    out = h.advance_to(8)
+    assert out.accept(chunk(2, 4.0), 0, DT)[1].m_exhaust_s == pytest.approx(0.0)
+    out, _ = play(out, 2)  # it holds: its count stands still
+    assert out.accept(chunk(2, 4.0), 0, DT)[1].m_exhaust_s == pytest.approx(-2 * DT)
+
+
+def test_the_row_at_which_a_player_elsewhere_began_is_the_delay() -> None:
+    h = started(handoff(d=2))
+    h = h.advance_to(4).begin(2, 1, 0).advance_to(6)
+    h, _ = h.accept(chunk(2, 4.0), 0, 0.0)
+    assert h.delays == (2,)
+    assert h.begun(1, 4) is h and h.begun(2, 2) is h and h.begun(2, 0) is h
+    late = h.begun(2, 3)
+    assert late.delays == (3,) and late.begun(2, 3) is late
+    assert late.playing is not None and late.playing.first_row == 3
+    first = started(handoff())  # from standstill there is no delay to learn
+    assert first.begun(1, 5) is first
 
 
 @pytest.mark.parametrize("s", [0, H + 1])

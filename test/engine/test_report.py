@@ -74,7 +74,7 @@ def small(**changes: Any) -> Record:
         "steps": [_step(i, kind, chunk=1, row=i) for i, kind in enumerate(kinds)],
         "timings": [
             _handoff(0.2, 1, NAN, l_env_s=NAN),
-            _handoff(0.4, 2, 0.10, 0.10, jump_ratio=1.0),
+            _handoff(0.4, 2, 0.10, 0.10, jump_ratio=1.0, jerk=12.5),
             _handoff(0.6, 3, -0.02, -0.02, jump_ratio=3.0, l_critical_s=0.5),
             _handoff(0.9, 4, 0.30, jump_ratio=2.0),
             _handoff(1.0, 5, 0.04, 0.04, jump_ratio=NAN),
@@ -153,6 +153,7 @@ def test_timing_row_copies_a_message() -> None:
         chunk_id: int = 8
         outcome: int = 2
         text: str = "too old"
+        fallback: str = "sync"
         l_inference_s: float = 0.25
 
         def __getattr__(self, name: str) -> float:
@@ -192,6 +193,7 @@ def test_summary_by_hand(tmp_path: Path) -> None:
     assert run["roofline"] == pytest.approx(roof)
     assert run["seam"]["jump_ratio"]["n"] == 3
     assert run["seam"]["jump_ratio"]["p50"] == 2.0
+    assert (run["seam"]["jerk"]["n"], run["seam"]["jerk"]["max"], run["fallbacks"]) == (1, 12.5, {})
 
     ticks = run["ticks"]
     assert (ticks["action"], ticks["hold"], ticks["stop"], ticks["hold_spans"]) == (8, 3, 3, 2)
@@ -233,7 +235,7 @@ def test_spans_end_where_another_kind_or_a_pause_begins() -> None:
 
 
 def test_verdict_of_a_run_that_passed() -> None:
-    first, deadline, answers, motion, weights = verdict(small())
+    first, deadline, answers, motion, seams, weights = verdict(small())
     assert first == "Passed: all 2 invariants held"
     assert deadline == (
         "Deadline missed at 1 of 4 handoffs (25.0 %, upper 95 % bound 75.1 %): "
@@ -246,7 +248,17 @@ def test_verdict_of_a_run_that_passed() -> None:
         "Control ticks: 8 actions, 3 holds (longest 0.20 s), 3 stop commands; "
         "an action in 72.7 % of the ticks outside stops."
     )
+    assert seams == (
+        "Jump at a handoff over the median step of its chunk: p50 2.00, p99 2.98 of 3 (1 = like any other step)."
+    )
     assert "random weights" in weights
+
+
+def test_verdict_tells_what_the_schedule_fell_back_to() -> None:
+    rows = [msgspec.structs.replace(row, fallback="sync") for row in small().timings[:2]]
+    record = small(timings=[*rows, *small().timings[2:]])
+    assert summary(record)["fallbacks"] == {"sync": 2}
+    assert "The schedule fell back at 2 of 5 handoffs: sync 2." in verdict(record)
 
 
 def test_verdict_names_what_failed() -> None:

@@ -93,6 +93,7 @@ class Written:
         self.chunks: list[tuple[Chunk, int, int]] = []  # (chunk, base step, first row)
         self.stops: list[StopPlan] = []
         self.reported: int | None = None
+        self.since_s = 0.0  # the reported count has stood so long
         self.heard_ns = 0
 
     def command(self, command: Command) -> None:
@@ -106,6 +107,12 @@ class Written:
 
     def consumed(self) -> int | None:
         return self.reported
+
+    def since_step_s(self) -> float | None:
+        return None if self.ticks else self.since_s
+
+    def begun(self) -> tuple[int, int] | None:
+        return None
 
     def ready(self) -> RefusalError | None:
         return None

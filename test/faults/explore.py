@@ -51,7 +51,19 @@ SHAPES = frozenset({"_value", "_before", "said_values", "values", "actions", "co
 TOLD = frozenset({"cause"})
 # Read by reports only, or constant, or only for robots that are not searched (_kept).
 IGNORED = frozenset(
-    {"settings", "margins", "inference", "_last_consumed", "_counters", "_lock", "_kept", "stop_sent", "text", "now"}
+    {
+        "settings",
+        "windows",
+        "_age_last_s",
+        "_stepped_mono_ns",
+        "_last_consumed",
+        "_counters",
+        "_lock",
+        "_kept",
+        "stop_sent",
+        "text",
+        "now",
+    }
     | {"submitted_ns", "sent_ns", "observation", "error", "_new", "message", "_accepted_at", "made_of"}
 )
 # Of these only some fields.

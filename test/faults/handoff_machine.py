@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +97,8 @@ class Steps:
     def chunk(self, chunk: Chunk, base_step: int, facts: Accepted) -> None: ...
     def stop(self, plan: Any) -> None: ...
     def consumed(self) -> None: ...
+    def since_step_s(self) -> None: ...
+    def begun(self) -> None: ...
     def ready(self) -> None: ...
     def motion(self) -> None: ...
     def take_rejection(self) -> None: ...
@@ -136,7 +139,9 @@ class Machine:
         self._output = self._make_output()
         self.player = self._make_player()
         last_row = bounds.execution_steps if bounds.schedule is Schedule.SYNC else bounds.horizon
-        limits = Limits(bounds.request_ticks, bounds.hold_ticks, 2 + bounds.stop_hold_steps + 1, last_row)
+        # Of one remembered delay the monitor keeps its own account.
+        waits = bounds.horizon / 2 if bounds.delay_window == 1 and bounds.schedule is not Schedule.SYNC else math.inf
+        limits = Limits(bounds.request_ticks, bounds.hold_ticks, 2 + bounds.stop_hold_steps + 1, last_row, waits)
         self.monitor = self._make_monitor(limits)
         self.engine = self._make_engine()
         self.loop = self._make_loop()

@@ -6,6 +6,7 @@ player's public state. It keeps its own account of what was asked, accepted and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ NAMES = {
     "I10": "a request is sent when rows run out, answered or given up in time, and an accepted chunk plays",
     "I11": "a cancelled, failed or refused inference is never reported accepted; every request has one outcome",
     "I12": "arrays handed to the engine, and the engine's chunks, are never written",
+    "I13": "where a chunk came after more than half its rows, the next one is asked for at rest and continues nothing",
     "epoch": "the epoch never falls, and every abort, re-arm, activation, deactivation and flush raises it",
     "state": "safety state, latch and lifecycle agree",
     "exception": "no exception leaves a callback",
@@ -40,12 +42,17 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A request without outcome. ``played`` is the count of actions at its snapshot, ``age`` in ticks."""
+    """A request without outcome.
+
+    :param played: count of actions at its snapshot. :param left: rows that were left to play then.
+    :param age: in ticks.
+    """
 
     epoch: int
     chunk_id: int
     played: int
     committed: F64 | None
+    left: int
     age: int = 0
 
 
@@ -69,12 +76,16 @@ class Acted:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that the configuration promises [ticks], and the row from which on none may be played."""
+    """Bounds that the configuration promises [ticks], and the row from which on none may be played.
+
+    :param waits: a chunk that takes longer makes the robot wait for the next; infinity where that is not watched.
+    """
 
     request_ticks: float
     hold_ticks: float
     stop_ticks: int
     last_row: int
+    waits: float = math.inf
 
 
 class Transition:
@@ -194,6 +205,7 @@ class Monitor(CommandRules):
         self._speaks = speaks
         self.awaited: tuple[Awaited, ...] = ()
         self.anew = True  # nothing was asked yet since what played was dropped
+        self.slow = False  # the newest chunk that was timed took longer than half its rows
         self.holding = 0  # ticks in a row
 
     # ---- what the loop says ---------------------------------------------------------------------------------------
@@ -210,10 +222,13 @@ class Monitor(CommandRules):
         if self.anew and committed is not None:
             raise Violation("I7", f"the first request of a start has {len(committed.actions)} committed actions")
         self.anew = False
+        left = self.now.left
+        if self.slow and (left or committed is not None):
+            raise Violation("I13", f"{request.chunk_id} is asked for with {left} rows left")
         # The tick's own action follows the snapshot, also where the request is submitted after it.
         actions = self.now.actions
         rows = None if committed is None else committed.actions
-        self.awaited = (Awaited(request.epoch, request.chunk_id, self.played - len(actions), rows),)
+        self.awaited = (Awaited(request.epoch, request.chunk_id, self.played - len(actions), rows, left),)
         if committed is None:
             return
         if not 0 < committed.delay_steps <= len(committed.actions):
@@ -243,6 +258,8 @@ class Monitor(CommandRules):
         if self.spliced is not None and awaited.chunk_id <= self.spliced.chunk_id:
             raise Violation("I6", f"chunk {awaited.chunk_id} after {self.spliced.chunk_id}")
         self.spliced, self.holding = Spliced(awaited.epoch, awaited.chunk_id, awaited.played), 0
+        if self._speaks and (awaited.left or self.slow):  # a player elsewhere counts in steps of its own
+            self.slow = awaited.age > self._limits.waits
 
     # ---- one transition -------------------------------------------------------------------------------------------
 
@@ -287,7 +304,7 @@ class Monitor(CommandRules):
         if before.latched and self.now.event in ("abort", "jump", "signal", "lost") and after.epoch != before.epoch:
             raise Violation("epoch", "a second abort moved it")
         if newly or raised.get(self.now.event, False):  # what played and what was awaited is gone
-            self.spliced, self.anew, self.acted = None, True, None
+            self.spliced, self.anew, self.acted, self.slow = None, True, None, False
 
     def _abort(self, before: Safety, after: Safety, active: bool, measured: bool) -> None:
         event = self.now.event

@@ -163,12 +163,18 @@ class LinkMachine(Machine):
 
     def _given_here(self, epochs: list[int], ids: list[int]) -> dict[str, Any]:
         output, silent = vars(self._output), vars(self.loop)["_silent"]
-        sent = output["_sent"]
+        sent, began = output["_sent"], output["_began"]
         consumed = self.player.handoff.consumed
         return {
             **given_rates(self.player),
             "cancelled_epoch": self.engine.cancelled_epoch < self.player.safety.epoch,
-            "_sent": None if sent is None else [len(epochs) - bisect(epochs, sent[0]), len(ids) - bisect(ids, sent[1])],
+            "_sent": sent
+            and [
+                len(epochs) - bisect(epochs, sent[0]),
+                len(ids) - bisect(ids, sent[1]),
+                min(9, self.remote.handoff.consumed - sent[2]),
+            ],
+            "_began": began and [len(ids) - bisect(ids, began[0]), min(9, began[1])],
             "_offset": self.remote.handoff.consumed - consumed - output["_offset"],
             "_silent": silent and [min(9, (self.world.now_ns - since) // DT_NS) for since in silent],
         }

@@ -22,7 +22,7 @@ from phyai_engine.serve.client import Answered, Lost
 from phyai_engine.serve.in_flight import InFlight
 from phyai_engine.stop import StopPlanner
 from phyai_engine.timing import Timing
-from phyai_engine.types import AbortCause, SafetyState
+from phyai_engine.types import AbortCause, SafetyState, Schedule
 
 Patch = AbstractContextManager[Any]
 QUICK = Bounds(answers=("ok", "nan"), without=frozenset({"param", "jump", "signal", "beat", "stuck", "restart"}))
@@ -176,6 +176,11 @@ def keeps(name: str) -> Callable[..., Handoff]:
     return lambda after_, before: replace(after_, **{name: getattr(before, name)})
 
 
+def never_waits(handoff: Handoff) -> bool:
+    """Delays that a chunk cannot cover change nothing."""
+    return handoff.settings.schedule is Schedule.SYNC
+
+
 def begins_again(after_: Handoff, before: Handoff) -> Handoff:
     """The chunk plays from its first row once more when it ran out."""
     if after_.playing is None or after_.remaining_steps:
@@ -275,6 +280,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     planted("a step is left out after a handoff", "I5", after(Handoff, "accept", accepted_at(1))),
     planted("a chunk that ran out plays again", "I5", after(Handoff, "advance", begins_again)),
     planted("committed rows are cut too late", "I8", instead(Handoff, "committed_now", committed_later)),
+    planted(
+        "chunks that come too late are asked for in motion",
+        "I13",
+        lambda: mock.patch.object(Handoff, "waits", property(never_waits)),
+    ),
     planted("frozen rows change while in flight", "I5 I8", after(Handoff, "advance", frozen_rows_change)),
     planted("committed rows are written while in flight", "I12", after(ControlLoop, "on_events", committed_written)),
     planted("a new epoch keeps what plays", "I1 I5 I7", after(Handoff, "cleared", keeps("playing")), UNWATCHED),

@@ -182,6 +182,20 @@ def test_a_seam_that_steps_back_is_refused(bench: Make) -> None:
     assert (np.diff(loop.values()) > 0).all()
 
 
+def test_what_was_clamped_is_what_the_next_chunk_continues(bench: Make) -> None:
+    """As it was commanded, not as the model had meant it: else the next chunk continues a motion that never was."""
+    loop = bench(clamp=True)
+    loop.state = np.full(2, 1.9)
+    loop.start()  # 10 mrad a step, up to 2.05 rad; the limit is 2
+    while len(loop.engine.requests) < 2:
+        loop.tick()
+    committed = loop.engine.requests[-1].committed
+    assert committed is not None and "10 values clamped" in loop.timings[0].text
+    np.testing.assert_allclose(committed.actions[:, 0], np.minimum(1.98 + 0.01 * np.arange(8), 2.0))
+    loop.tick(7)
+    np.testing.assert_array_equal(loop.values()[8:], committed.actions[:, 0])
+
+
 @pytest.mark.fault(3)
 def test_waiting_for_the_first_chunk_skips_nothing(bench: Make) -> None:
     loop = bench()

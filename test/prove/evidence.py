@@ -9,8 +9,9 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -33,10 +34,13 @@ def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def fake_model(**options: float) -> str:
-    """Path of a model file: the fake model with these options and two cameras."""
+def fake_model(rtc: Mapping[str, Any] | None = None, **options: float) -> str:
+    """Path of a model file: the fake model with these options and two cameras.
+
+    :param rtc: keys of the file's ``rtc``.
+    """
     given = {"action_dim": 8, "cameras": ["base_0_rgb", "left_wrist_0_rgb"], **options}
-    content = {"family": "fake", "normalisation": {"kind": "limits"}, "options": given}
+    content = {"family": "fake", "normalisation": {"kind": "limits"}, "options": given, "rtc": dict(rtc or {})}
     path = Path(tempfile.mkdtemp()) / "model.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return str(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from phyai_engine.config import RobotConfig, Workspace, load_robot, resolve
 from phyai_engine.control.commands import Command
 from phyai_engine.control.player import Player
 from phyai_engine.errors import ConfigError, RefusalError
-from phyai_engine.handoff import HandoffSettings
+from phyai_engine.handoff import Fallback, HandoffSettings
 from phyai_engine.robot_check import check_robot
 from phyai_engine.safety import Safety
 from phyai_engine.sim.trajectory import Trajectory
@@ -45,6 +46,8 @@ class Steps:
     def stop(self, *_: Any) -> None: ...
     def reset(self, consumed: int) -> None: ...
     def consumed(self) -> None: ...
+    def since_step_s(self) -> None: ...
+    def begun(self) -> None: ...
     def ready(self) -> None: ...
     def motion(self) -> None: ...
     def take_rejection(self) -> None: ...
@@ -395,6 +398,57 @@ def test_player_node_that_restarts_or_falls_silent_is_noticed(
     now += 600_000_000
     rejected = player.take_rejection()
     assert rejected is not None and "no ChunkStatus" in str(rejected[1])
+
+
+def test_a_chunk_that_was_on_its_way_while_the_player_stepped_on_took_that_much_longer(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 10**18
+    monkeypatch.setattr(outputs, "mono_ns", lambda: now)
+    sent: list[Any] = []
+    output = ChunksOutput(arm, lambda key, message: sent.append(message), lambda: now)
+    player = Player(arm, settings(), Safety(1), output, lambda: middle(arm))
+    player.activate()
+    output.on_status(ChunkStatus(consumed_steps=500))
+    give(player, 1, still(arm))
+
+    def word(steps: int, chunk_id: int) -> None:
+        epoch = player.safety.epoch
+        output.on_status(ChunkStatus(consumed_steps=500 + steps, epoch=epoch, chunk_id=chunk_id, accepted=True))
+        player.catch_up()
+
+    word(0, 1)
+    for steps in range(1, 11):
+        now += DT_NS
+        word(steps, 1)
+    assert player.handoff.delays == (), "from standstill there is no delay to learn"
+    player.handoff = player.handoff.begin(2, player.safety.epoch, now)
+    now += DT_NS
+    word(11, 1)
+    now += DT_NS // 2
+    word(11, 1)  # says nothing new
+    assert output.since_step_s() == pytest.approx(DT / 2)
+    spliced = player.accept(Chunk(player.safety.epoch, 2, still(arm), StageTimings()), now)
+    assert spliced.facts.row == 1 and sent[-1].base_step == 510
+    assert spliced.facts.m_exhaust_s == pytest.approx((10 - 0.5) * DT)
+    now += 3 * DT_NS
+    assert output.since_step_s() == DT, "by its count no step is late"
+    word(13, 2)
+    word(13, 2)
+    assert player.handoff.delays == (3,) and output.begun() is None
+    assert player.handoff.playing is not None and player.handoff.playing.next_row == 3
+
+
+def test_a_player_elsewhere_gets_fewer_rows_while_the_robot_waits_for_each_chunk(
+    arm: RobotConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, player = driven(arm, monkeypatch)
+    player.handoff = replace(player.handoff, delays=(H,))
+    assert player.handoff.fallback is Fallback.SYNC
+    give(player, 1, moving(arm))
+    controller.wait(2 * DT_NS)
+    assert np.array_equal(positions(controller.sent[-1])[:10], moving(arm)[:10])  # s = 10
+    assert positions(controller.sent[-1])[-1, 0] < moving(arm)[12, 0], "and comes to rest after them"
 
 
 def test_player_finishes_its_stop_before_it_obeys_a_re_arm(arm: RobotConfig) -> None:
