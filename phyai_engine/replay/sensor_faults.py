@@ -247,7 +247,10 @@ def _middle_s(one: Heard) -> float:
 def _is_frozen(one: Heard, begin: int, end: int, motion: Motion) -> bool:
     first, last = int(one.received_ns[begin]), int(one.received_ns[end])
     long = end - begin + 1 >= FROZEN_FRAMES and last - first >= FROZEN_S * 1e9
-    return long and motion.between(first, last) > MOVED
+    # A late frame shows the robot as it stood earlier: at rest, where it has begun to move since.
+    middle = _middle_s(one)
+    late_ns = round(middle * 1e9) if abs(middle) <= OTHER_CLOCK_S else 0
+    return long and motion.between(first - late_ns, last - late_ns) > MOVED
 
 
 def _overlap(one: Window, other: Window) -> bool:

@@ -120,6 +120,15 @@ def test_a_robot_at_rest_looks_the_same_and_is_no_fault(
     assert of(found, "front").longest_frozen == 39
 
 
+def test_a_late_picture_of_a_robot_at_rest_is_not_frozen(
+    examined: Callable[..., Examined], bags: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bags, "position", lambda t: [max(0.0, t - 1.0), 0.3])
+    late = {"front": 0.006, "wrist": 0.086, "joints": 0.001}
+    found = examined(received=lambda name, t: t + late[name], shown=lambda name, t: max(t, 1.0))
+    assert named(found.survey.faults) == [("wrist", "late")]
+
+
 def test_looped_stamps_are_named(examined: Callable[..., Examined]) -> None:
     found = examined(seconds=1.5, cycles=3)
     (fault,) = found.survey.faults
