@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle_msgs.msg import Transition
-from lifecycle_msgs.srv import ChangeState
+from lifecycle_msgs.srv import ChangeState, GetState
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from std_srvs.srv import Trigger
@@ -130,13 +130,28 @@ class Processes:
     def transition(self, name: str, label: str) -> float:
         """A lifecycle transition of node ``name``: ``configure``, ``activate`` or ``deactivate``. Seconds it took.
 
-        :raises PhyaiError: the node refused it; with its last lines.
+        :raises PhyaiError: the node refused it, or does not answer; with its last lines.
         """
         request = ChangeState.Request(transition=Transition(id=TRANSITIONS[label]))
+        self._meet(name)
         began = time.monotonic()
         if not self.call(ChangeState, f"{name}/change_state", request, TRANSITION_S).success:
             raise PhyaiError(f"{label} of {name} failed", do=self.last_lines())
         return time.monotonic() - began
+
+    def _meet(self, name: str) -> None:
+        """Wait until node ``name`` answers. What a killed node of that name left behind looks ready, and never does.
+
+        :raises EngineTimeoutError: it does not answer.
+        """
+        end = time.monotonic() + WAIT_S
+        while True:
+            try:
+                self.call(GetState, f"{name}/get_state", GetState.Request(), 1.0)
+                return
+            except EngineTimeoutError:
+                if time.monotonic() > end:
+                    raise
 
     def last_lines(self) -> str:
         """The end of every log."""

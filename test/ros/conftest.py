@@ -42,9 +42,16 @@ from phyai_ros.policy_node import PolicyNode  # noqa: E402
 LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 
 
+FIRST = os.getpid() % 60
+DOMAINS = itertools.cycle(1 + (FIRST + i) % 60 for i in range(60))  # the one used last is the last to be used again
+
+
 def free_domain() -> tuple[int, socket.socket]:
-    """A ROS domain of its own, below those of the Makefile, and the abstract socket that reserves it on this host."""
-    for domain in itertools.chain(range(1 + os.getpid() % 50, 61), range(1, 61)):
+    """A ROS domain of its own, below those of the Makefile, and the abstract socket that reserves it on this host.
+
+    Never the one just used: its nodes seem to be there for seconds after their end, and do not answer.
+    """
+    for domain in itertools.islice(DOMAINS, 60):
         lock = socket.socket(socket.AF_UNIX)
         try:
             lock.bind(f"\0phyai-test-domain-{domain}")
