@@ -12,7 +12,6 @@ import typer
 
 from phyai_engine import __version__
 from phyai_engine.errors import ConfigError, PhyaiError
-from phyai_engine.types import Schedule
 
 FAILED = 2
 """Exit code of a command that could not do its work; 1 is the answer "no" of one that could."""
@@ -193,6 +192,14 @@ class Mode(str, Enum):
     STEP = "step"
 
 
+class When(str, Enum):
+    """Of the next inference: the schedules of the node."""
+
+    SYNC = "sync"
+    NAIVE_ASYNC = "naive_async"
+    RTC = "rtc"
+
+
 class Placement(str, Enum):
     """Where the engine of a replay runs."""
 
@@ -210,7 +217,7 @@ def replay(
     ] = False,
     engine: Annotated[Placement, typer.Option(help="Where inference runs.")] = Placement.PROCESS,
     mode: Annotated[Mode, typer.Option(help="step: equal chunks every time, with --latency-ms.")] = Mode.REAL_TIME,
-    schedule: Annotated[Schedule, typer.Option(help="When the next inference starts.")] = Schedule.RTC,
+    schedule: Annotated[When, typer.Option(help="When the next inference starts.")] = When.RTC,
     execution_horizon: Annotated[int, typer.Option(min=0, help="Steps of a chunk to execute; 0: half of it.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise; chunk k uses seed + k.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0: its library's default.")] = 0,
@@ -242,11 +249,12 @@ def replay(
             raise typer.Exit(recorded_command(bag, model))
         from phyai_engine.replay.command import replay_command  # noqa: PLC0415 - plotly
         from phyai_engine.replay.engine_replay import ReplaySettings  # noqa: PLC0415
+        from phyai_engine.types import Schedule  # noqa: PLC0415 - numpy
 
         settings = ReplaySettings(
             mode=mode.value,
             placement=engine.value,
-            schedule=schedule,
+            schedule=Schedule(schedule.value),
             execution_horizon=execution_horizon,
             seed=seed,
             threads=threads,

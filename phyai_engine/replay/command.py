@@ -40,6 +40,8 @@ def replay_command(
     :returns: 0; 1 if a condition of the gate does not hold, or the bag is not one run (:data:`STOPPING`).
     :raises PhyaiError: bag, robot, model and options do not fit, or the engine is lost.
     """
+    if not (robot and model):
+        raise ConfigError("a replay needs a robot and a model", do="Give --robot and --model.")
     conditions = gate.parse_gate(gate_text) if gate_text else ()
     other = None if compare is None else record.load(compare)
     robot_config = load_robot(resolve("robots", robot))
