@@ -1,4 +1,4 @@
-"""Writes a rosbag2 folder (mcap) from a thread of its own, behind a bounded queue.
+"""Hands what a node records to a process that writes it, from a thread of its own, behind a bounded queue.
 
 Whoever hands something over appends to the queue and goes on: no control tick ever waits for a disk. What finds the
 queue full is dropped and counted by topic. The folder has a bound too: when it is reached the recording ends, whole and
@@ -7,29 +7,33 @@ readable, and the robot drives on; so it does when the disk fails.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shutil
+import subprocess
 import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from ament_index_python.packages import get_package_share_directory
 
 from phyai_engine.errors import ConfigError
+from phyai_engine.replay.bag_writer import FINISHED, FRAME, READY, SIZE, Plan, Result
 from phyai_engine.replay.run_file import RunFile
 
 MIB = 1 << 20
 QUEUE_BYTES = 64 * MIB
-CHUNK_BYTES = MIB
-"""What the bag's writer collects before it writes: lost when the process is killed."""
+PIPE_BYTES = MIB
 MESSAGE_BYTES = 4096
 """What a message that is not serialised yet counts for in the queue."""
 CLOSE_S = 5.0
-SWITCH_S = 0.0005
-"""The interpreter's lock is handed to a thread that waits for it after this long, not after 5 ms, while a recording
-runs: its thread shares that lock with the control tick."""
+LOOK_S = 0.5
+"""How soon it is seen that the writer ended by itself."""
 
 Content = bytes | Callable[[], bytes]
 
@@ -49,20 +53,19 @@ class Recorder:
     ) -> None:
         self.folder, self._max_mib, self._now_ros_ns, self._warn = folder, max_mib, now_ros_ns, warn
         _check_room(folder, max_mib)
-        self._bag = _writer(folder)
-        self._file = folder / f"{folder.name}.mcap"
+        _check_rosbags()
         self._kinds: dict[str, type[Any]] = {}
-        self._types: Any = None
-        self._connections: dict[str, Any] = {}
+        self._places: dict[str, int] = {}
         self._queue: deque[tuple[str, int, int, Content]] = deque()
         self._queued_bytes = 0
         self._lock = threading.Condition()
         self._ended = False  # nothing is taken any more
         self._state = "recording"
-        self._written: Counter[str] = Counter()
+        self._handed: Counter[str] = Counter()  # to the writer
         self._dropped: Counter[str] = Counter()
         self._thread: threading.Thread | None = None
-        self._switch_s = sys.getswitchinterval()
+        self.writer: subprocess.Popen[bytes] | None = None
+        """The process that writes."""
 
     def add(self, topic: str, kind: type[Any]) -> None:
         """A topic, by its full name, and its message type."""
@@ -73,22 +76,34 @@ class Recorder:
 
         :raises ConfigError: the folder cannot be made.
         """
-        self._types = _definitions(self._kinds.values())
+        self._places = {topic: i for i, topic in enumerate(self._kinds)}
+        topics = [(topic, type_name(kind)) for topic, kind in self._kinds.items()]
+        plan = msgspec.json.encode(
+            Plan(str(self.folder), self._max_mib * MIB, topics, {name: _definition(name) for _, name in topics})
+        )
+        command = [sys.executable, "-m", "phyai_engine.replay.bag_writer"]
+        pipe = subprocess.PIPE
+        # A session of its own: Ctrl-C in the terminal is for the node, whose end is the end of the writer's input.
+        self.writer = writer = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, start_new_session=True)
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        with contextlib.suppress(OSError):  # where the host allows less, the queue waits instead
+            fcntl.fcntl(writer.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         try:
-            self._bag.open()
+            _write(writer, SIZE.pack(len(plan)) + plan)
+            line = writer.stdout.readline()
+            if line != READY:
+                raise ConfigError("the recording cannot be made", got=_state(line), where=self.folder)
             run.save(self.folder)
         except OSError as error:
             raise ConfigError("the recording cannot be made", got=error.strerror, where=self.folder) from error
-        for topic, kind in self._kinds.items():
-            self._connections[topic] = self._bag.add_connection(topic, type_name(kind), typestore=self._types)
-        sys.setswitchinterval(SWITCH_S)
         self._thread = threading.Thread(target=self._run, name="phyai-recorder", daemon=True)
         self._thread.start()
 
     def put(self, topic: str, content: Content) -> None:
         """Hand over one message. Never waits for the disk.
 
-        :param content: the serialised message, or what makes it, called in the recording's thread.
+        :param content: the serialised message as it arrived, or what serialises it, called in the recording's thread.
         """
         now = self._now_ros_ns()
         size = len(content) if isinstance(content, bytes) else MESSAGE_BYTES
@@ -111,7 +126,6 @@ class Recorder:
         if thread is None:
             return
         thread.join(CLOSE_S)
-        sys.setswitchinterval(self._switch_s)
         if thread.is_alive():
             self._warn(f"the recording {self.folder} is not finished after {CLOSE_S} s: its disk does not keep up")
 
@@ -119,71 +133,87 @@ class Recorder:
     def notes(self) -> dict[str, str]:
         """For /diagnostics."""
         with self._lock:
-            dropped = dict(self._dropped)
+            dropped, handed = +self._dropped, self._handed.total()
         words = ", ".join(f"{topic} {n}" for topic, n in sorted(dropped.items()))
         return {
-            "recording": f"{self.folder}: {self._state}, {self._written.total()} messages",
+            "recording": f"{self.folder}: {self._state}, {handed} messages",
             "recording_dropped": f"{sum(dropped.values())} ({words})" if words else "0",
         }
 
     # Below: the recording's thread.
 
     def _run(self) -> None:
-        try:
+        writer = self.writer
+        assert writer is not None
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        # BrokenPipeError: the writer ended by itself, and says why.
+        with contextlib.suppress(BrokenPipeError):
             while (entry := self._next()) is not None:
-                topic, at_ns, size, content = entry
-                if self._full(size):
-                    self._end(f"stopped, the next message would pass record_max_mib ({self._max_mib} MiB)")
-                    break
-                written = content if isinstance(content, bytes) else self._exact(topic, content())
-                self._bag.write(self._connections[topic], at_ns, written)
-                self._written[topic] += 1
-        except Exception as error:  # a disk that is full or gone: the robot drives on without a recording
-            self._end(f"failed, {type(error).__name__}: {error}")
-        try:
-            self._bag.close()
-        except Exception as error:
-            self._end(f"failed, the file could not be finished: {error}")
-        if self._state == "recording":
-            self._state = "finished"
+                topic, at_ns, _, content = entry
+                ours = not isinstance(content, bytes)
+                written = content() if callable(content) else content
+                with self._lock:
+                    self._handed[topic] += 1
+                _write(writer, FRAME.pack(self._places[topic], at_ns, len(written), ours))
+                _write(writer, written)
+        with contextlib.suppress(BrokenPipeError):
+            writer.stdin.close()
+        with writer.stdout:
+            line = writer.stdout.readline()
+        self._conclude(line, writer.wait())
 
     def _next(self) -> tuple[str, int, int, Content] | None:
-        """The oldest that waits; None once the recording has ended and nothing waits any more."""
+        """The oldest that waits; None once nothing more will be written."""
+        assert self.writer is not None
         with self._lock:
-            self._lock.wait_for(lambda: self._queue or self._ended)
+            while not self._lock.wait_for(lambda: self._queue or self._ended, LOOK_S):
+                if self.writer.poll() is not None:
+                    return None
             if not self._queue:
                 return None
             entry = self._queue.popleft()
             self._queued_bytes -= entry[2]
             return entry
 
-    def _exact(self, topic: str, content: bytes) -> bytes:
-        """A message that we serialised, without what follows its last field: rmw counts an alignment for every empty
-        sequence of doubles that it never writes, and readers which check the length refuse such a message."""
-        reader = self._types.get_msgdef(type_name(self._kinds[topic]))
-        read = reader.deserialize_cdr_le if content[1] else reader.deserialize_cdr_be
-        _, length = read(memoryview(content)[4:], 0, reader.cls, self._types)
-        return content[: 4 + length]
-
-    def _full(self, size: int) -> bool:
-        bound = self._max_mib * MIB
-        index = bound // 256 + 2**16  # what closing the file adds, with room to spare
-        return self._file.stat().st_size + CHUNK_BYTES + size + index > bound
-
-    def _end(self, why: str) -> None:
-        """The recording ends by itself: what waits is let go and counted."""
+    def _conclude(self, line: bytes, code: int) -> None:
+        """The writer has ended: what it did not write is counted as dropped."""
+        try:
+            result = msgspec.json.decode(line, type=Result)
+        except msgspec.DecodeError:
+            result = Result(f"failed, the writer ended with exit code {code}", [])
+        by_itself = result.state != FINISHED
         with self._lock:
             self._ended = True
             self._dropped.update(topic for topic, *_ in self._queue)
             self._queue.clear()
             self._queued_bytes = 0
-        self._state = why
-        self._warn(f"recording {self.folder}: {why}")
+            for topic, written in zip(self._places, result.written, strict=False):
+                self._dropped[topic] += max(0, self._handed[topic] - written)
+                self._handed[topic] = written
+            self._state = result.state
+        if by_itself:
+            self._warn(f"recording {self.folder}: {result.state}")
 
 
 def type_name(kind: type[Any]) -> str:
     """``package/msg/Name`` of a message class."""
     return f"{kind.__module__.partition('.')[0]}/msg/{kind.__name__}"
+
+
+def _write(writer: subprocess.Popen[bytes], content: bytes) -> None:
+    """All of it: one call may take a part. Python's lock is free meanwhile."""
+    assert writer.stdin is not None
+    left = memoryview(content)
+    while left:
+        left = left[writer.stdin.write(left) :]
+
+
+def _state(line: bytes) -> str:
+    try:
+        return msgspec.json.decode(line, type=Result).state
+    except msgspec.DecodeError:
+        return "no answer from the writer"
 
 
 def _check_room(folder: Path, max_mib: int) -> None:
@@ -205,28 +235,17 @@ def _check_room(folder: Path, max_mib: int) -> None:
         )
 
 
-def _writer(folder: Path) -> Any:
-    """rosbags' writer, imported only here: a robot that records nothing need not have it."""
-    try:
-        from rosbags.rosbag2 import StoragePlugin, Writer  # noqa: PLC0415
-    except ImportError as error:
+def _check_rosbags() -> None:
+    """A robot that records nothing need not have it."""
+    if find_spec("rosbags") is None:
         raise ConfigError(
             "a recording needs the package rosbags",
-            got=error,
             where="parameter record",
             do="Run `pip install rosbags`, or leave the parameter record empty.",
-        ) from error
-    return Writer(folder, version=9, storage_plugin=StoragePlugin.MCAP)
+        )
 
 
-def _definitions(kinds: Any) -> Any:
-    """A typestore that knows ROS's own messages and, from their .msg files, this package's."""
-    from rosbags.typesys import Stores, get_types_from_msg, get_typestore  # noqa: PLC0415
-
-    types = get_typestore(Stores.ROS2_JAZZY)
-    for name in {type_name(kind) for kind in kinds}:
-        if name not in types.fielddefs:
-            package, _, message = name.split("/")
-            text = Path(get_package_share_directory(package), "msg", f"{message}.msg").read_text(encoding="utf-8")
-            types.register(get_types_from_msg(text, name))
-    return types
+def _definition(name: str) -> str:
+    """Text of the .msg file of a type."""
+    package, _, message = name.split("/")
+    return Path(get_package_share_directory(package), "msg", f"{message}.msg").read_text(encoding="utf-8")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 import re
+import resource
+import signal
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,7 +148,7 @@ def test_codes_in_the_name_are_filled_in_and_nothing_is_overwritten(make_rig: Ma
 
 
 def test_a_robot_without_rosbags_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "rosbags.rosbag2", None)
+    monkeypatch.setitem(sys.modules, "rosbags", None)
     with pytest.raises(ConfigError, match=r"needs the package rosbags.*Run `pip install rosbags`"):
         Recorder(tmp_path / "run", 16, lambda: 1, print)
 
@@ -178,6 +181,7 @@ def small(tmp_path: Path, said: list[str]) -> Iterator[Recorder]:
     made.close()
 
 
+SMALL = b"\x00\x01\x00\x00" + (5).to_bytes(4, "little") + b"kept\x00"
 # a serialised String of 1 MiB
 BIG = b"\x00\x01\x00\x00" + (MIB).to_bytes(4, "little") + b"x" * (MIB - 1) + b"\x00"
 
@@ -198,11 +202,8 @@ def test_the_folder_stays_within_its_bound_and_the_file_is_whole(
     assert "record_max_mib (16 MiB)" in said[0]
 
 
-def test_handing_over_never_waits_for_the_disk_and_drops_are_counted(
-    small: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stuck = threading.Event()
-    monkeypatch.setattr(small._bag, "write", lambda *_: stuck.wait(20.0))
+def test_handing_over_never_waits_for_the_disk_and_drops_are_counted(small: Recorder) -> None:
+    os.kill(small.writer.pid, signal.SIGSTOP)
     began = time.monotonic()
     for _ in range(200):
         small.put("/t", BIG)
@@ -210,21 +211,32 @@ def test_handing_over_never_waits_for_the_disk_and_drops_are_counted(
     assert small._queued_bytes <= recorder.QUEUE_BYTES
     dropped = 200 - 1 - recorder.QUEUE_BYTES // len(BIG)
     assert small.notes["recording_dropped"] in {f"{n} (/t {n})" for n in (dropped, dropped + 1)}
-    stuck.set()
+    os.kill(small.writer.pid, signal.SIGCONT)
 
 
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
-    small: Recorder, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(small._bag, "write", full)
-    small.put("/t", BIG)
-    wait(lambda: "No space left on device" in small.notes["recording"])
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(small: Recorder, said: list[str]) -> None:
+    resource.prlimit(small.writer.pid, resource.RLIMIT_FSIZE, (2 * MIB, 2 * MIB))
+    for _ in range(5):
+        small.put("/t", BIG)
+    wait(lambda: "File too large" in small.notes["recording"])
+    assert small.notes["recording_dropped"] != "0"
     small.put("/t", BIG)
     assert small._queued_bytes == 0
     assert len(said) == 1
+
+
+def test_the_file_is_finished_when_the_node_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; from std_msgs.msg import String\n"
+        "from phyai_engine.replay.run_file import RunFile; from phyai_ros.recorder import Recorder\n"
+        "made = Recorder(Path(sys.argv[1]), 16, lambda: 7, print); made.add('/t', String)\n"
+        "made.start(RunFile(robot='', model='', model_name='')); made.put('/t', bytes.fromhex(sys.argv[2]))\n"
+        "import time; time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run"), SMALL.hex()], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    wait((tmp_path / "run" / "metadata.yaml").exists)
+    assert [m.data for m in read(tmp_path / "run")["/t"]] == ["kept"]
 
 
 def test_nothing_is_recorded_before_there_is_time(small: Recorder, tmp_path: Path) -> None:
@@ -243,8 +255,8 @@ def test_a_recording_that_ends_early_is_told_in_diagnostics_while_the_robot_driv
 ) -> None:
     rig = make_rig(record=str(tmp_path / "run"))
     rig.start()
-    rig.node._session.recording._recorder._max_mib = 0
-    rig.until(lambda: any("stopped" in notes(a).get("recording", "") for a in rig.diagnostics))
+    os.kill(rig.node._session.recording._recorder.writer.pid, signal.SIGKILL)
+    rig.until(lambda: any("ended with exit code -9" in notes(a).get("recording", "") for a in rig.diagnostics))
     count = len(rig.steps)
     rig.until(lambda: len(rig.steps) > count + 10)
     assert rig.steps[-1].kind == CommandKind.ACTION
