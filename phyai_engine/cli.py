@@ -27,6 +27,14 @@ app = typer.Typer(
 )
 
 
+class Device(str, Enum):
+    """Where a model computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 @contextmanager
 def readable_errors() -> Iterator[None]:
     """Print what a person can mend in red, without a traceback, and end with exit code 2."""
@@ -63,6 +71,7 @@ def phyai(
 def golden(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds config.json, *.safetensors and io.npz.")],
     first_bad: Annotated[bool, typer.Option("--first-bad", help="Name only the first array outside its gate.")] = False,
+    device: Annotated[Device, typer.Option(help="Gates are for float32 on any of them.")] = Device.CPU,
 ) -> None:
     """Run our model on recorded inputs and measure every recorded array against its gate.
 
@@ -71,7 +80,7 @@ def golden(
     with readable_errors():
         from phyai_engine.golden import golden_command  # noqa: PLC0415 - torch
 
-        code = golden_command(str(folder), first_bad)
+        code = golden_command(str(folder), first_bad, device.value)
     raise typer.Exit(code)
 
 
@@ -105,14 +114,6 @@ def report(
             raise ConfigError("no such folder", where=page.parent, do="Make it, or give another --out.")
         write_report(records.load(record), page)
     typer.echo(f"wrote {page}")
-
-
-class Device(str, Enum):
-    """Where a model computes."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class Dtype(str, Enum):

@@ -14,8 +14,8 @@ import numpy as np
 from phyai_engine.adapter import Adapter
 from phyai_engine.config import ModelConfig, RobotConfig
 from phyai_engine.errors import CancelledError, ConfigError, EngineError, PhyaiError, RefusalError
-from phyai_engine.models import Model
-from phyai_engine.runner import RowResult, Runner
+from phyai_engine.models import Capturable, Model
+from phyai_engine.runner import Graphs, RowResult, Runner
 from phyai_engine.types import (
     CancelToken,
     Chunk,
@@ -76,7 +76,18 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
     for swap in swapped_cameras(robot, loaded.spec.cameras):
         _log.warning("%s", swap)
     note = f"{model.family}, {model.checkpoint}" if model.checkpoint else f"{model.family}, {entry.untrained}"
-    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded), note)
+    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded, graphs=captured_graphs(loaded)), note)
+
+
+def captured_graphs(model: Model, batches: Sequence[int] = (1,)) -> Graphs | None:
+    """The model's graphs where it computes with some; captured here, before any request.
+
+    :raises EngineError: the accelerator's memory is too small for them.
+    """
+    if not isinstance(model, Capturable) or not model.captured_shapes(batches):
+        return None
+    graphs: Graphs = importlib.import_module("phyai_engine.graphs").Graphs(model, batches)
+    return graphs
 
 
 class Policy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,81 @@ from phyai_engine.types import F32, Row
 NoiseSource = Callable[[int, int, int], F32]
 StepCallback = Callable[[int, Any, Any], None]
 PhaseCallback = Callable[[str], None]
+
+
+class Start(NamedTuple):
+    """What a batch begins with, on the host.
+
+    :param noise: [B, H, A]. :param target, weight: Y and W [B, H, A], ``gain``: k [N, B, 1, 1]; all zero in rows that
+        are not guided. :param guided: some row is.
+    """
+
+    noise: F32
+    target: F32
+    weight: F32
+    gain: F32
+    guided: bool
+
+
+class Batch(Protocol):
+    """One batch under way on the device, one call after the other: ``begin``, each step, ``actions``."""
+
+    def begin(self, on_phase: PhaseCallback) -> None:
+        """Copy in, and compute the prefix."""
+
+    def step(self, step: int) -> tuple[Any, Any]:
+        """One solver step. :return: x before it [B, H, A], and the velocity that it applied, device arrays."""
+
+    def actions(self) -> Any:
+        """x after the last step, a host array [B, H, A]."""
+
+
+class Graphs(Protocol):
+    """Captured shapes of a model (graphs.py)."""
+
+    def batch(self, rows: Sequence[Row], start: Start) -> Batch | None:
+        """The batch in the smallest captured shape that holds it, None if none does. Valid until the next one."""
+
+
+def advance(
+    model: Model, prefix: Any, x: Any, step: int, guidance: tuple[Any, Any, Any] | None
+) -> tuple[Any, Any]:
+    """One solver step, the same in a captured graph as outside.
+
+    :param guidance: Y [B, H, A], W [B, H, A] and k [N, B, 1, 1] on the device.
+    :return: the velocity that was applied, and x after it
+    """
+    velocity = model.velocity(prefix, x, step)
+    times = model.spec.times
+    if guidance is not None:
+        target, weight, gain = guidance
+        velocity = guide_identity(x, velocity, times[step], target=target, weight=weight, gain=gain[step])
+    return velocity, euler_step(x, velocity, len(times))
+
+
+class _PlainBatch:
+    """Calls the model as it is: on the CPU, and where no captured shape fits."""
+
+    def __init__(self, model: Model, rows: Sequence[Row], start: Start) -> None:
+        self._model, self._rows, self._start = model, rows, start
+        self._prefix: Any = None
+        self._x: Any = None
+        self._guidance: tuple[Any, Any, Any] | None = None
+
+    def begin(self, on_phase: PhaseCallback) -> None:
+        put, start = self._model.to_device, self._start
+        inputs = {name: put(np.stack([row.inputs[name] for row in self._rows])) for name in self._model.spec.inputs}
+        self._prefix = self._model.prefix(inputs, on_phase)
+        self._x = put(start.noise)
+        self._guidance = (put(start.target), put(start.weight), put(start.gain)) if start.guided else None
+
+    def step(self, step: int) -> tuple[Any, Any]:
+        x = self._x
+        velocity, self._x = advance(self._model, self._prefix, x, step, self._guidance)
+        return x, velocity
+
+    def actions(self) -> Any:
+        return self._model.to_host(self._x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +122,7 @@ class Runner:
     :param noise: (seed, H, A) -> [H, A] float32 start noise.
     :param on_phase: called as each phase begins: ``copy_in``, the model's own (``vision``, ``prefix``), ``step 0`` and
         so on, ``copy_out``, and ``end``. Nothing waits for the device at a phase's border.
+    :param graphs: captured shapes of the model; what fits none of them runs without.
     """
 
     def __init__(
@@ -56,8 +132,10 @@ class Runner:
         on_step: StepCallback | None = None,
         noise: NoiseSource = standard_normal,
         on_phase: PhaseCallback = lambda _: None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model = model
+        self.graphs = graphs
         self.buckets = tuple(sorted(set(buckets)))
         self._on_step = on_step
         self._noise = noise
@@ -82,12 +160,12 @@ class Runner:
 
         started = time.perf_counter()
         self._on_phase("copy_in")
-        inputs = {name: self._stack([row.inputs[name] for row in padded]) for name in self.model.spec.inputs}
-        prefix = self.model.prefix(inputs, self._on_phase)
+        start = self._start(padded)
+        batch = self.graphs.batch(padded, start) if self.graphs is not None else None
+        batch = batch or _PlainBatch(self.model, padded, start)
+        batch.begin(self._on_phase)
         encoded = time.perf_counter()
-        x = self._denoise(prefix, padded, rows)
-        self._on_phase("copy_out")
-        actions = None if x is None else self._to_host(x, size)
+        actions = self._denoise(batch, rows, size)
         self._on_phase("end")
         finished = time.perf_counter()
 
@@ -99,40 +177,32 @@ class Runner:
             for i, row in enumerate(rows)
         ]
 
-    def _denoise(self, prefix: Any, padded: Sequence[Row], rows: Sequence[Row]) -> Any:
+    def _denoise(self, batch: Batch, rows: Sequence[Row], size: int) -> F32 | None:
         """The solver loop; None once every real row is cancelled."""
-        spec = self.model.spec
-        x = self._stack([self._noise(row.seed, spec.horizon, spec.action_dim) for row in padded])
-        guidance = self._guidance(padded)
-        for step, t in enumerate(spec.times):
+        for step in range(len(self.model.spec.times)):
             if all(row.cancel.cancelled for row in rows):
                 return None
             self._on_phase(f"step {step}")
-            velocity = self.model.velocity(prefix, x, step)
-            if guidance is not None:
-                target, weight, gain = guidance
-                velocity = guide_identity(x, velocity, t, target=target, weight=weight, gain=gain[step])
+            x, velocity = batch.step(step)
             if self._on_step is not None:
                 self._on_step(step, x, velocity)
-            x = euler_step(x, velocity, len(spec.times))
-        return x
+        self._on_phase("copy_out")
+        return self._checked(batch.actions(), size)
 
-    def _guidance(self, padded: Sequence[Row]) -> tuple[Any, Any, Any] | None:
-        """Y [B,H,A], W [B,H,A] and k [N,B,1,1] on the device; None if no row of the batch is guided."""
-        if not any(row.weight.any() and row.gain.any() for row in padded):
-            return None
-        # What stands under weight 0 is no target and may be anything; 0 * NaN would still be NaN.
-        target = self._stack([np.where(row.weight != 0, row.target, np.float32(0)) for row in padded])
-        weight = self._stack([row.weight for row in padded])
-        gain = np.stack([row.gain for row in padded], axis=1)[:, :, None, None]
-        return target, weight, self.model.to_device(gain)
-
-    def _stack(self, arrays: Sequence[NDArray[Any]]) -> Any:
-        return self.model.to_device(np.stack(arrays))
-
-    def _to_host(self, x: Any, size: int) -> F32:
+    def _start(self, padded: Sequence[Row]) -> Start:
         spec = self.model.spec
-        actions = np.asarray(self.model.to_host(x))
+        return Start(
+            noise=np.stack([self._noise(row.seed, spec.horizon, spec.action_dim) for row in padded]),
+            # What stands under weight 0 is no target and may be anything; 0 * NaN would still be NaN.
+            target=np.stack([np.where(row.weight != 0, row.target, np.float32(0)) for row in padded]),
+            weight=np.stack([row.weight for row in padded]),
+            gain=np.stack([row.gain for row in padded], axis=1)[:, :, None, None],
+            guided=any(row.weight.any() and row.gain.any() for row in padded),
+        )
+
+    def _checked(self, host: Any, size: int) -> F32:
+        spec = self.model.spec
+        actions = np.asarray(host)
         wanted = (size, spec.horizon, spec.action_dim)
         if actions.shape != wanted or actions.dtype != np.float32:
             raise EngineError(

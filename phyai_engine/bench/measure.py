@@ -50,7 +50,7 @@ class Bench:
         self._adapter = policy.adapter
         self._requests = requests
         self._clock = clock
-        self._runner = Runner(policy.runner.model, buckets=(1,), on_phase=clock)
+        self._runner = Runner(policy.runner.model, buckets=(1,), on_phase=clock, graphs=policy.runner.graphs)
         self._count = 0
 
     def run(self) -> Run:

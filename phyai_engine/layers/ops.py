@@ -29,6 +29,10 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "layer_norm": ("rows", "width"),
     "gelu_mul": ("rows", "width"),  # of the result: the merged projection is twice as wide
     "linear": ("rows", "inputs", "outputs"),
+    "linear_gelu": ("rows", "inputs", "outputs"),
+    "linear_norm": ("rows", "inputs", "outputs"),
+    "gated_up": ("rows", "inputs", "outputs"),
+    "project_rotate": ("batch", "tokens", "inputs", "heads", "kv_heads", "head_dim", "columns"),
     "split_rotate": ("batch", "tokens", "heads", "kv_heads", "head_dim", "columns"),  # columns of the K/V slab
     "attend": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
 }
@@ -37,9 +41,13 @@ DIMS: Mapping[str, tuple[str, ...]] = {
 CANDIDATES: Mapping[str, Mapping[str, str]] = {
     "rms_norm": {"triton": "phyai_kernels.rms_norm"},
     "ada_rms_norm": {"triton": "phyai_kernels.ada_rms_norm"},
-    "layer_norm": {},  # torch's own is one kernel already
+    "layer_norm": {"triton": "phyai_kernels.layer_norm"},
     "gelu_mul": {"triton": "phyai_kernels.gelu_mul"},
     "linear": {"triton": "phyai_kernels.linear"},
+    "linear_gelu": {"triton": "phyai_kernels.linear_gelu"},
+    "linear_norm": {"triton": "phyai_kernels.linear_norm"},
+    "gated_up": {"triton": "phyai_kernels.gated_up"},
+    "project_rotate": {"triton": "phyai_kernels.project_rotate"},
     "split_rotate": {"triton": "phyai_kernels.split_rotate"},
     "attend": {"triton": "phyai_kernels.attend"},
 }
@@ -80,9 +88,13 @@ class Ops:
 
     rms_norm: Callable[..., tuple[Tensor, Tensor]] = reference.rms_norm
     ada_rms_norm: Callable[..., tuple[Tensor, Tensor]] = reference.ada_rms_norm
-    layer_norm: Callable[..., Tensor] = reference.layer_norm
+    layer_norm: Callable[..., tuple[Tensor, Tensor]] = reference.layer_norm
     gelu_mul: Callable[..., Tensor] = reference.gelu_mul
     linear: Callable[..., Tensor] = reference.linear
+    linear_gelu: Callable[..., Tensor] = reference.linear_gelu
+    linear_norm: Callable[..., tuple[Tensor, Tensor]] = reference.linear_norm
+    gated_up: Callable[..., Tensor] = reference.gated_up
+    project_rotate: Callable[..., Tensor] = reference.project_rotate
     split_rotate: Callable[..., Tensor] = reference.split_rotate
     attend: Callable[..., Tensor] = reference.attend
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -120,8 +132,6 @@ def _choose(op: str, kind: Kind, device: torch.device, shapes: Sequence[OpShape]
         return None, "reference, this model does not call it"
     if kind == "auto" and device.type == "cpu":
         return None, "reference, no accelerator: the reference runs through torch's own kernels"
-    if not kinds:
-        return None, "reference, no fused form: torch's own kernel is one already"
     refused = []
     for name, module in kinds.items():
         candidate, sentence = _try_candidate(op, module, kind, device, shapes)

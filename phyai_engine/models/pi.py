@@ -8,8 +8,9 @@ merged and folded weights in weights/pi.py, padding and masked cameras in pi_com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from phyai_engine.layers.ops import Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
-from phyai_engine.models.pi_compact import Layout, compact
+from phyai_engine.models import pi_compact
+from phyai_engine.models.pi_compact import Shape, arrange
 from phyai_engine.models.pi_options import PiOptions
-from phyai_engine.types import ModelSpec
+from phyai_engine.types import BufferSpec, ModelSpec
 from phyai_engine.weights.header import Shape, stored_tensors
 from phyai_engine.weights.loading import check_tensors, device_of, stream_tensors
 from phyai_engine.weights.pi import Place, fill, fold, places, random_stream
@@ -64,14 +66,15 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
     :param dtype: of the towers' activations; the vision tower's is ``options.vision_dtype``.
     """
     o, vision = options, _vision_dtype(options, dtype)
-    queries, keys, images = o.heads * o.head_dim, 2 * o.kv_heads * o.head_dim, len(o.cameras) * o.image_tokens
+    queries, images = o.heads * o.head_dim, len(o.cameras) * o.image_tokens
     length = images + o.prompt_len
     columns = length + o.state_tokens + o.action_horizon
     shapes = [
         OpShape("linear", torch.float32, (images, 3 * o.patch**2, o.vis_width)),
         OpShape("layer_norm", vision, (images, o.vis_width)),
         *_linears(images, vision, (o.vis_width, 3 * o.vis_width), (o.vis_width, o.vis_width)),
-        *_linears(images, vision, (o.vis_width, o.vis_mlp), (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
+        *_linears(images, vision, (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
+        OpShape("linear_gelu", vision, (images, o.vis_width, o.vis_mlp)),
         OpShape(
             "attend",
             vision,
@@ -79,17 +82,17 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
         ),
     ]
     actions = "ada_rms_norm" if o.variant == "pi05" else "rms_norm"
-    # Norm, rows, width, MLP of each pass; the ones that only fill the slab end at the last layer's K and V.
-    passes = [("rms_norm", length, o.width, o.mlp, True), (actions, o.action_horizon, o.exp_width, o.exp_mlp, False)]
-    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp, True)] if o.variant == "pi0" else []
-    for norm, rows, width, mlp, fills in passes:
-        shapes += _linears(rows, dtype, (width, queries + keys), (queries, width), (width, 2 * mlp), (mlp, width))
-        shapes += _linears(rows, dtype, (width, keys)) if fills else []
+    # Norm, rows, width, MLP of each pass.
+    passes = [("rms_norm", length, o.width, o.mlp), (actions, o.action_horizon, o.exp_width, o.exp_mlp)]
+    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp)] if o.variant == "pi0" else []
+    for norm, rows, width, mlp in passes:
         shapes += [
             OpShape(norm, dtype, (rows, width)),
-            OpShape("gelu_mul", dtype, (rows, mlp)),
-            OpShape("split_rotate", dtype, (1, rows, o.heads, o.kv_heads, o.head_dim, columns)),
+            OpShape("project_rotate", dtype, (1, rows, width, o.heads, o.kv_heads, o.head_dim, columns)),
             OpShape("attend", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
+            OpShape("linear_norm", dtype, (rows, queries, width)),
+            OpShape("gated_up", dtype, (rows, width, mlp)),
+            OpShape("linear_norm", dtype, (rows, mlp, width)),
         ]
     heads = [(o.action_dim, o.exp_width), (o.exp_width, o.action_dim)]
     if o.variant == "pi0":
@@ -241,52 +244,82 @@ class PiModel(nn.Module):
         host: NDArray[np.generic] = (array.float() if array.dtype == torch.bfloat16 else array).cpu().numpy()
         return host
 
+    def captured_shapes(self, batches: Sequence[int]) -> list[Shape]:
+        """See :class:`phyai_engine.models.Capturable`."""
+        on_accelerator = self.rotary_frequencies.device.type == "cuda"
+        wanted = on_accelerator and self.options.graphs == "auto"
+        return pi_compact.captured_shapes(self.options, batches) if wanted else []
+
+    def shape_of(self, rows: Sequence[pi_compact.Inputs]) -> Shape:
+        """See :class:`phyai_engine.models.Capturable`."""
+        masks = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
+        return pi_compact.shape_of(*masks, self.options.image_tokens)
+
+    def staged(self, shape: Shape) -> dict[str, BufferSpec]:
+        """See :class:`phyai_engine.models.Capturable`."""
+        return pi_compact.staged(self.options, shape)
+
+    def stage(self, shape: Shape, rows: Sequence[pi_compact.Inputs], into: Mapping[str, NDArray[Any]]) -> None:
+        """See :class:`phyai_engine.models.Capturable`."""
+        pi_compact.stage(self.options, shape, rows, into)
+
     @torch.no_grad()
     def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None) -> PiPrefix:
         """Encode images and prompt, and keep K and V of every layer; pi0's state token is part of it.
+
+        Waits for the device once, to learn which cameras are there and how long the longest row is.
 
         :param inputs: ``images`` [B,C,3,h,w] in [-1,1], ``image_mask`` [B,C], ``tokens`` [B,P],
             ``token_mask`` [B,P], and for pi0 ``state`` [B,A].
         :param on_phase: told ``vision`` and ``prefix``.
         """
-        x, layout = self.embed(inputs, on_phase)
-        o, (batch, length) = self.options, x.shape[:2]
+        return self.encode(self.arranged(inputs), on_phase)
+
+    def arranged(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs as ``encode`` takes them, in the smallest shape that holds them."""
+        masks = (inputs[name].cpu().numpy() for name in ("image_mask", "token_mask"))
+        layout = arrange(*masks, self.options.image_tokens)
+        made = {name: self.to_device(getattr(layout, name)) for name in ("mask", "source", "valid")}
+        # What stands under a false mask may be anything, and beyond the vocabulary.
+        made["tokens"] = inputs["tokens"].masked_fill(~inputs["token_mask"], 0)
+        made["images"] = inputs["images"].flatten(0, 1)[self.to_device(layout.present)]
+        return made | ({"state": inputs["state"]} if self.options.variant == "pi0" else {})
+
+    @torch.no_grad()
+    def encode(self, staged: Mapping[str, Tensor], on_phase: Callable[[str], None] = lambda _: None) -> PiPrefix:
+        """The prefix of arranged inputs; see :class:`phyai_engine.models.Capturable`.
+
+        :param staged: as ``staged`` lists them.
+        """
+        x = self.embed(staged, on_phase)
+        o, (batch, length), valid = self.options, x.shape[:2], staged["valid"]
         slab = (o.depth, batch, o.kv_heads, length + o.state_tokens + o.action_horizon, o.head_dim)
         keys, values = (torch.empty(slab, dtype=self.dtype, device=x.device) for _ in range(2))
-        zero = torch.zeros_like(layout.valid)
-        span = Span(keys, values, zero, layout.valid.clamp(min=1), self._rotary(zero, length))
-        self.language.fill(x, span, self.language.plain_norm(self.ops), self.ops)
-        start = layout.valid
+        zero = torch.zeros_like(valid)
+        span = Span(keys, values, zero, valid.clamp(min=1), self._rotary(zero, length))
+        self.language.fill(x, span, self.language.plain_norm, self.ops)
+        start = valid
         if o.variant == "pi0":
-            token = self.ops.linear(inputs["state"], self.state_in.weight, self.state_in.bias)[:, None].to(self.dtype)
+            token = self.ops.linear(staged["state"], self.state_in.weight, self.state_in.bias)[:, None].to(self.dtype)
             span = replace(span, start=start, lengths=start + 1, rotary=self._rotary(start, 1))
-            self.expert.fill(token, span, self.expert.plain_norm(self.ops), self.ops)
+            self.expert.fill(token, span, self.expert.plain_norm, self.ops)
             start = start + 1
         rotary = self._rotary(start, o.action_horizon)
         actions = replace(span, start=start, lengths=start + o.action_horizon, rotary=rotary)
-        return PiPrefix(layout.mask, actions)
+        return PiPrefix(staged["mask"], actions)
 
     @torch.no_grad()
-    def embed(
-        self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None
-    ) -> tuple[Tensor, Layout]:
-        """The prefix tokens before layer 0, compact; masked cameras are not looked at.
-
-        :return: tokens [B, L, width] and where they come from.
-        """
+    def embed(self, staged: Mapping[str, Tensor], on_phase: Callable[[str], None] = lambda _: None) -> Tensor:
+        """[B, L, width], the prefix tokens before layer 0, compact. :param staged: as ``encode`` takes them."""
         on_phase("vision")
-        layout = compact(inputs["image_mask"], inputs["token_mask"], self.options.image_tokens)
-        width, ops = self.options.width, self.ops
-        pool = []
-        if len(layout.present):
-            seen = self.vision(inputs["images"].flatten(0, 1)[layout.present], ops)
+        width, ops, pool = self.options.width, self.ops, []
+        if len(staged["images"]):
+            seen = self.vision(staged["images"], ops)
             projected = ops.linear(seen, self.projector.weight, self.projector.bias)
             pool.append(projected.to(self.dtype).view(-1, width))
         on_phase("prefix")
-        # What stands under a false mask may be anything, and beyond the vocabulary.
-        said = functional.embedding(inputs["tokens"].masked_fill(~inputs["token_mask"], 0), self.embedding)
-        pool.append(said.view(-1, width))
-        return torch.cat(pool)[layout.source], layout
+        pool.append(functional.embedding(staged["tokens"], self.embedding).view(-1, width))
+        return torch.cat(pool)[staged["source"]]
 
     @torch.no_grad()
     def velocity(self, prefix: PiPrefix, x: Tensor, step: int) -> Tensor:
@@ -295,23 +328,18 @@ class PiModel(nn.Module):
         if self.options.variant == "pi0":
             inner = functional.silu(ops.linear(x, self.action_in.weight, self.time_rows[step]))
             tokens = ops.linear(inner, self.time_mlp_out.weight, self.time_mlp_out.bias)
-            norm = self.expert.plain_norm(ops)
+            norm = self.expert.plain_norm
         else:
             tokens = ops.linear(x, self.action_in.weight, self.action_in.bias)
-            norm = self._modulated_norm(step)
+            norm = partial(self._modulated_norm, step)
         hidden = self.expert(tokens.to(self.dtype), prefix.actions, norm, ops)
         out: Tensor = ops.linear(hidden.float(), self.action_out.weight, self.action_out.bias)
         return out
 
-    def _modulated_norm(self, step: int) -> Norm:
-        """adaRMS with the step's rows; a norm's gate is for the sub-layer behind it, so the next norm applies it."""
-        table, ops = self.modulation[step], self.ops
-
-        def norm(index: int, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-            gate = None if out is None else table[index - 1, 2]
-            return ops.ada_rms_norm(x, table[index, 0], table[index, 1], out, gate)
-
-        return norm
+    def _modulated_norm(self, step: int, index: int) -> Norm:
+        """adaRMS: the step's row of the table; a norm's gate is for the sub-layer behind it."""
+        scale, shift, gate = self.modulation[step, index]
+        return Norm(scale, shift, gate)
 
     def _rotary(self, start: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Of ``count`` tokens per row from position ``start`` [B] on."""

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from phyai_engine.layers.ops import Ops
 
@@ -64,13 +63,13 @@ class Siglip(nn.Module):
         """
         embedded = ops.linear(self._patches(images), self.patch.weight, self.patch.bias)
         x = (embedded + self.position).to(self.dtype)
+        out: Tensor | None = None  # of the sub-layer before: the next norm adds it
         for layer in cast("Sequence[_Layer]", self.layers):
-            normed = ops.layer_norm(x, layer.layer_norm1.weight, layer.layer_norm1.bias)
-            x = x + self._attention(layer, normed, ops)
-            normed = ops.layer_norm(x, layer.layer_norm2.weight, layer.layer_norm2.bias)
-            inner = functional.gelu(ops.linear(normed, layer.fc1.weight, layer.fc1.bias), approximate="tanh")
-            x = x + ops.linear(inner, layer.fc2.weight, layer.fc2.bias)
-        return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias)
+            x, normed = ops.layer_norm(x, layer.layer_norm1.weight, layer.layer_norm1.bias, out)
+            out = self._attention(layer, normed, ops)
+            x, normed = ops.layer_norm(x, layer.layer_norm2.weight, layer.layer_norm2.bias, out)
+            out = ops.linear(ops.linear_gelu(normed, layer.fc1.weight, layer.fc1.bias), layer.fc2.weight, layer.fc2.bias)
+        return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias, out)[1]
 
     def _patches(self, images: Tensor) -> Tensor:
         """[N, tokens, 3 * patch**2], each patch flattened colour, row, column: the convolution as one matrix."""
