@@ -155,9 +155,10 @@ def _attend(
     end = tl.minimum(begin + span, columns)
     keys += batch * key_at[0] + kv_head * key_at[1]
     values += batch * value_at[0] + kv_head * value_at[1]
-    if OVERLAP > 0:
-        if OVERLAP == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+    if LIMITED:  # lengths are no result of the kernel before, which writes queries, keys and values
+        end = tl.minimum(end, tl.load(lengths + batch)).to(tl.int32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
         if MERGE and CHUNKS > 0 and tl.program_id(0) == 0:
             size = DIM * (keys.dtype.element_ty.primitive_bitwidth // 8)
             for column in range(begin, end, BLOCK_N):
@@ -166,13 +167,9 @@ def _attend(
                 fetch((values + far * value_at[2]).to(tl.int64), size, CHUNKS)
         tl.extra.cuda.gdc_wait()
     asked = tl.load(query + at[:, None] + depth[None, :], mask=held, other=0.0)
-    if LIMITED:
-        end = tl.minimum(end, tl.load(lengths + batch)).to(tl.int32)
     peak, weight, summed = _sum_columns(
         asked, keys, values, begin, end, key_at[2], value_at[2], scale, deep, BLOCK_M, BLOCK_N, BLOCK_D, DOT
     )
-    if OVERLAP == 2:
-        tl.extra.cuda.gdc_launch_dependents()
     if MERGE:
         part = (pair * tl.num_programs(1) + tl.program_id(1)) * (group * queries) + row
         tl.store(peaks + part, peak, mask=real)
@@ -206,13 +203,14 @@ def _merge(
     span = tl.arange(0, BLOCK_S)
     depth = tl.arange(0, BLOCK_D)
     part = (pair * spans + span) * packed + row
-    if OVERLAP > 0:
+    if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     peak = tl.load(peaks + part, mask=span < spans, other=float("-inf"))
     share = tl.exp2(peak - tl.max(peak, axis=0))  # the first span holds a column, so the highest peak is a number
     weight = tl.sum(share * tl.load(sums + part, mask=span < spans, other=0.0), axis=0)
-    held = (peak > float("-inf"))[:, None] & (depth < DIM)[None, :]
+    # Also a span without columns has stored its sums, zeros: the loads need not wait for the peaks.
+    held = (span < spans)[:, None] & (depth < DIM)[None, :]
     summed = tl.load(partial + part[:, None] * DIM + depth[None, :], mask=held, other=0.0)
     result = tl.sum(summed * share[:, None], axis=0) / weight
     head = pair % kv_heads * group + row // queries

@@ -30,12 +30,15 @@ class Plan(NamedTuple):
 
 
 def plan(inputs: int, outputs: int, *, itemsize: int, chip: int) -> Plan:
-    """:param outputs: of the result. :param itemsize: bytes of a value. :param chip: bytes of shared memory."""
+    """In the expert's chain on an H200, 50 rows, bf16, 1024 -> 2 x 4096: 6.7 us, alone 7.2 (cuBLAS without GELU 7.4).
+
+    :param outputs: of the result. :param itemsize: bytes of a value. :param chip: bytes of shared memory.
+    """
     wide = itemsize == 4
     across = block(outputs, largest=16 if wide else 32)
-    down = block(inputs, largest=64)
-    stages = stages_that_fit(chip, 0, (64 + 2 * across) * down * itemsize, most=3 if wide else 5)
-    return Plan(across, down, warps=4, stages=stages)
+    down = block(inputs, largest=64 if wide else 128)
+    stages = stages_that_fit(chip, 0, (MOST_ROWS + 2 * across) * down * itemsize, most=3 if wide else 4)
+    return Plan(across, down, warps=4 if wide else 8, stages=stages)
 
 
 @triton.jit
@@ -67,14 +70,11 @@ def _gated_up(
     output = tl.program_id(0) * BLOCK_N + column // 2
     held = output < outputs
     weight_at = weight + tl.where(held, output + column % 2 * outputs, 0).to(tl.int64) * weight_row
-    if OVERLAP > 0:
-        if OVERLAP == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
         fetch(weight_at.to(tl.int64), inputs * (weight.dtype.element_ty.primitive_bitwidth // 8), CHUNKS)
         tl.extra.cuda.gdc_wait()
     both = product(x, weight_at, rows, 0, inputs, inputs, held, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN, DOT)
-    if OVERLAP == 2:
-        tl.extra.cuda.gdc_launch_dependents()
     gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
     row = tl.arange(0, BLOCK_M)[:, None]
     place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

@@ -76,15 +76,12 @@ def _linear(
     held = column < outputs
     begin = part * span
     weight_at = weight + tl.where(held, column, 0).to(tl.int64) * weight_row
-    if OVERLAP > 0:
-        if OVERLAP == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
         fetch((weight_at + begin).to(tl.int64), span * (weight.dtype.element_ty.primitive_bitwidth // 8), CHUNKS)
         tl.extra.cuda.gdc_wait()
     end = tl.minimum(begin + span, inputs)
     summed = product(x, weight_at, rows, begin, end, inputs, held, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, DOT)
-    if OVERLAP == 2:
-        tl.extra.cuda.gdc_launch_dependents()
     if BIAS:
         summed += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
     row = tl.arange(0, BLOCK_M)
@@ -107,7 +104,7 @@ def _add_spans(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < outputs
-    if OVERLAP > 0:
+    if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     summed = tl.zeros((BLOCK,), tl.float32)
@@ -162,7 +159,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
 
 
 def partial_sums(x: Tensor, weight: Tensor, cuts: Callable[..., Plan], rows: int) -> Tensor:
-    """[spans, rows, outputs] fp32, whose sum over the spans is the product. :param x: contiguous. :param cuts: a plan."""
+    """[spans, rows, outputs] fp32, whose sum over the spans is the product.
+
+    :param x: contiguous. :param cuts: a plan.
+    """
     outputs, inputs = weight.shape
     cut = cuts(inputs, outputs, itemsize=x.element_size(), chip=chip_bytes(x.device))
     spans = triton.cdiv(inputs, cut.span)

@@ -17,14 +17,12 @@ from phyai_kernels.tiles import INTERPRETED
 from torch import Tensor
 
 
-EARLY = 1
-
 @functools.cache
-def overlaps(device: torch.device) -> int:
+def overlaps(device: torch.device) -> bool:
     """Whether a kernel may start before the one in front of it has ended: NVIDIA's, from Hopper on."""
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    return EARLY if torch.cuda.get_device_capability(device) >= (9, 0) else 0
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def requests(rows: Tensor, row_bytes: int, count: int, warps: int) -> int:
@@ -47,11 +45,11 @@ def launch_options(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
-def fetch(rows, row_bytes, CHUNKS: tl.constexpr):
-    """Ask for rows to be brought into the L2 cache. :param rows: [N] addresses. :param CHUNKS: see ``requests``."""
+def fetch(addresses, row_bytes, CHUNKS: tl.constexpr):
+    """Ask for rows to be brought into the L2 cache. :param addresses: [N]. :param CHUNKS: see ``requests``."""
     if CHUNKS > 0:
         size = row_bytes // CHUNKS
-        at = rows[:, None] + (tl.arange(0, CHUNKS) * size)[None, :].to(tl.int64)
+        at = addresses[:, None] + (tl.arange(0, CHUNKS) * size)[None, :].to(tl.int64)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
             "=r,l,r",

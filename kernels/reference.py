@@ -46,15 +46,17 @@ def ada_rms_norm(
     return x, (rms_normalise(x) * (1.0 + scale) + shift).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor | None = None, out_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Residual add, then LayerNorm over the last axis.
 
     :param x: [..., D], the residual stream. :param weight, bias: [D] fp32.
-    :param out: like x, the sub-layer's output to add first; None adds nothing.
+    :param out: like x, the sub-layer's output to add first, plus ``out_bias`` [D] like x; both are None or neither.
     :return: the new residual stream (x itself without ``out``), and its normed form.
     """
-    if out is not None:
-        x = x + out
+    if out is not None and out_bias is not None:
+        x = x + (out + out_bias)
     return x, functional.layer_norm(x.float(), weight.shape, weight, bias, EPS).to(x.dtype)
 
 

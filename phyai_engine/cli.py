@@ -163,6 +163,24 @@ def bench(
 
 
 @app.command()
+def tune(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL...", help="Shipped names or yamls. Default: pi05 pi0.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto: the accelerator where there is one.")] = Device.AUTO,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.yaml", help="Default: where the selector reads it.")
+    ] = None,
+) -> None:
+    """Time every candidate of every operator at a model's shapes and write this accelerator's profile."""
+    with readable_errors():
+        from phyai_engine.tune import tune_command  # noqa: PLC0415 - torch
+
+        code = tune_command(models or ["pi05", "pi0"], device.value, out)
+    raise typer.Exit(code)
+
+
+@app.command()
 def inspect(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, or a model file that names one.")],
     robot: Annotated[

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from phyai_engine.weights.loading import device_of, stream_tensors
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
+Device = Literal["auto", "cpu", "cuda"]
 
 _NUMBERS = "biuf"  # numpy's kinds of dtype that hold real numbers
 
@@ -110,7 +111,7 @@ class GoldenReport:
         return table
 
 
-def run_golden(folder: Path, device: str = "cpu") -> GoldenReport:
+def run_golden(folder: Path, device: Device = "cpu") -> GoldenReport:
     """Run one folder with the family that its config names.
 
     :param device: torch's name; on an accelerator the steps run as captured graphs.
@@ -140,7 +141,7 @@ def run_golden(folder: Path, device: str = "cpu") -> GoldenReport:
         torch.set_float32_matmul_precision(precision)
 
 
-def golden_command(folder: str, first_bad: bool, device: str = "cpu") -> int:
+def golden_command(folder: str, first_bad: bool, device: Device = "cpu") -> int:
     """What ``phyai golden FOLDER [--first-bad] [--device cuda]`` does.
 
     :param first_bad: print one line about the first array outside its gate instead of the table.
@@ -217,7 +218,7 @@ _PI_SIZES = (
 )
 
 
-def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays, device: str) -> GoldenReport:
+def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays, device: Device) -> GoldenReport:
     model, rows, noise = _pi_setup(folder, config, recorded, device)
     count = len(rows)
     traces: dict[str, list[dict[str, Array]]] = {
@@ -240,7 +241,7 @@ def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays, device: str) 
 
 
 def _pi_setup(
-    folder: Path, config: Mapping[str, Any], recorded: Arrays, device: str
+    folder: Path, config: Mapping[str, Any], recorded: Arrays, device: Device
 ) -> tuple[PiModel, list[Row], list[Array]]:
     """Model, the recorded samples as unguided rows (seed = index into the noise list), and the noise list."""
     options = _pi_options(folder, config, recorded, stored_tensors(folder))
@@ -420,4 +421,4 @@ def _tokens_second(name: str, array: Array) -> Array:
     return array.swapaxes(1, 2) if _PI_CACHE.fullmatch(name) else array
 
 
-FAMILIES: Mapping[str, Callable[[Path, Mapping[str, Any], Arrays, str], GoldenReport]] = {"pi0": _pi, "pi05": _pi}
+FAMILIES: Mapping[str, Callable[[Path, Mapping[str, Any], Arrays, Device], GoldenReport]] = {"pi0": _pi, "pi05": _pi}

@@ -1,9 +1,10 @@
 """CUDA graphs of a model's phases: captured once at load for a list of shapes, replayed for every request.
 
 What varies between requests of a shape stands in static device memory: the staged inputs, the start noise, the
-guidance. It is written into one block of pinned host memory and copied in one piece, on the stream of the graphs. Each
-phase that the model names is a graph, and each solver step: a cancellation takes effect at a step's border, since at
-most one step waits behind the one that runs. All graphs share one memory pool; every replay rewrites what it reads.
+guidance. It is written into pinned host memory and copied in one piece, on the stream of the graphs; the solver's part
+is written while the device is at the prefix. Each phase that the model names is a graph, and each solver step: a
+cancellation takes effect at a step's border, since at most one step waits behind the one that runs. All graphs share
+one memory pool; every replay rewrites what it reads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from phyai_engine.types import BufferSpec, Row
 _log = logging.getLogger(__name__)
 
 _ALIGNED = 256  # bytes between the borders of staged arrays, as the allocator's
-_START = ("noise", "target", "weight", "gain")
 
 
 class Staging:
@@ -44,6 +44,7 @@ class Staging:
             size += -(-bytes_ // _ALIGNED) * _ALIGNED
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._copied = _event() if device.type == "cuda" else None
         flat = self._host.numpy()
         self.host: dict[str, NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
@@ -52,9 +53,17 @@ class Staging:
             self.host[name] = flat[begin:end].view(spec.dtype).reshape(spec.shape)
             self.device[name] = self._device[begin:end].view(getattr(torch, spec.dtype)).view(spec.shape)
 
+    def open(self) -> dict[str, NDArray[Any]]:
+        """The host's arrays, to be written: the last copy of them is done, also of a batch that was cancelled."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self.host
+
     def copy_in(self) -> None:
-        """Bring all arrays to the device; the host's must not change before that is done."""
+        """Bring all arrays to the device."""
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class CapturedShape:
@@ -68,15 +77,12 @@ class CapturedShape:
         self.shape = shape
         self._model, self._pool, self._replay = model, pool, replay
         spec = model.spec
-        # Captured before any request: valid for every one, since each holds its own values.
         batch = (shape.batch, spec.horizon, spec.action_dim)
-        specs = {
-            **model.staged(shape),
-            **{name: BufferSpec(batch, "float32") for name in _START[:-1]},
-            "gain": BufferSpec((len(spec.times), shape.batch, 1, 1), "float32"),
-        }
+        starts = {name: BufferSpec(batch, "float32") for name in ("noise", "target", "weight")}
+        starts["gain"] = BufferSpec((len(spec.times), shape.batch, 1, 1), "float32")
         device = model.to_device(np.zeros(1, np.float32)).device
-        self.staging = Staging(specs, device)
+        self.inputs = Staging(model.staged(shape), device)
+        self.starts = Staging(starts, device)
         self._host_actions = torch.zeros(batch, pin_memory=device.type == "cuda")
         self._phases: list[tuple[str, torch.cuda.CUDAGraph]] = []
         self._steps: dict[bool, list[torch.cuda.CUDAGraph]] = {False: [], True: []}
@@ -85,32 +91,36 @@ class CapturedShape:
         self.velocity: dict[bool, list[Tensor]] = {}
         self.prefix: Any = None
         self._guided = False
-        self._ends = [torch.cuda.Event() for _ in range(len(spec.times) + 1)] if device.type == "cuda" else []
+        self._ends = [_event() for _ in range(len(spec.times) + 1)] if device.type == "cuda" else []
         if replay:
             self._capture()
 
-    def load(self, rows: Sequence[Row], start: Start) -> CapturedShape:
-        """Write a batch into the staging. Waits until the last batch's copy is done, as a cancelled one may not be."""
-        if self._ends:
-            self._ends[0].synchronize()
-        self._model.stage(self.shape, [row.inputs for row in rows], self.staging.host)
-        for name in _START:
-            self.staging.host[name][:] = getattr(start, name)
-        self._guided = start.guided
+    def load(self, rows: Sequence[Row]) -> CapturedShape:
+        """Write a batch's inputs into their staging."""
+        self._model.stage(self.shape, [row.inputs for row in rows], self.inputs.open())
         return self
 
-    def begin(self, on_phase: PhaseCallback) -> None:
+    def encode(self, on_phase: PhaseCallback) -> None:
         """See :class:`phyai_engine.runner.Batch`."""
-        self.staging.copy_in()
+        self.inputs.copy_in()
         if self._replay:
             for name, graph in self._phases:
                 on_phase(name)
                 graph.replay()
         else:
-            self.prefix = self._model.encode(self.staging.device, on_phase)
-            self.x[self._guided], self.velocity[self._guided] = [self.staging.device["noise"]], []
+            self.prefix = self._model.encode(self.inputs.device, on_phase)
         if self._ends:
             self._ends[0].record()
+
+    def start(self, start: Start) -> None:
+        """See :class:`phyai_engine.runner.Batch`."""
+        self._guided = start.guided
+        host = self.starts.open()
+        for name, array in host.items():
+            array[:] = getattr(start, name)
+        self.starts.copy_in()
+        if not self._replay:
+            self._reset(self._guided)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """See :class:`phyai_engine.runner.Batch`. Waits until the step before the last one is done."""
@@ -134,21 +144,24 @@ class CapturedShape:
         return copied
 
     def _advance(self, step: int, guided: bool) -> None:
-        device = self.staging.device
+        device = self.starts.device
         guidance = (device["target"], device["weight"], device["gain"]) if guided else None
         velocity, x = advance(self._model, self.prefix, self.x[guided][step], step, guidance)
         self.velocity[guided].append(velocity)
         self.x[guided].append(x)
 
+    def _reset(self, guided: bool) -> None:
+        self.x[guided], self.velocity[guided] = [self.starts.device["noise"]], []
+
     @torch.no_grad()
     def _capture(self) -> None:
         """Once outside a graph, so that kernels are compiled and libraries have their handles; then into graphs."""
-        stream = torch.cuda.Stream()
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.prefix = self._model.encode(self.staging.device, lambda _: None)
+            self.prefix = self._model.encode(self.inputs.device, lambda _: None)
             for guided in (False, True):
-                self.x[guided], self.velocity[guided] = [self.staging.device["noise"]], []
+                self._reset(guided)
                 self._advance(0, guided)
             stream.synchronize()
             recorder = _Recorder(self._pool)
@@ -156,9 +169,9 @@ class CapturedShape:
             def on_phase(name: str) -> None:
                 self._phases.append((name, recorder.begin()))
 
-            self.prefix = self._model.encode(self.staging.device, on_phase)
+            self.prefix = self._model.encode(self.inputs.device, on_phase)
             for guided in (False, True):
-                self.x[guided], self.velocity[guided] = [self.staging.device["noise"]], []
+                self._reset(guided)
                 for step in range(len(self._model.spec.times)):
                     self._steps[guided].append(recorder.begin())
                     self._advance(step, guided)
@@ -225,11 +238,15 @@ class Graphs:
         if self.captures:
             progress(f"captured {self.captures} shapes, {self.bytes / 2**20:.0f} MiB, {self.seconds:.1f} s")
 
-    def batch(self, rows: Sequence[Row], start: Start) -> CapturedShape | None:
+    def batch(self, rows: Sequence[Row]) -> CapturedShape | None:
         """See :class:`phyai_engine.runner.Graphs`."""
         needed = self._model.shape_of([row.inputs for row in rows])
         fitting = [captured for captured in self.shapes if captured.shape.holds(needed)]
-        return fitting[-1].load(rows, start) if fitting else None
+        return fitting[-1].load(rows) if fitting else None
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _free_bytes() -> int:

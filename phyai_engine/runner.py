@@ -26,7 +26,7 @@ PhaseCallback = Callable[[str], None]
 
 
 class Start(NamedTuple):
-    """What a batch begins with, on the host.
+    """What the solver begins with, on the host.
 
     :param noise: [B, H, A]. :param target, weight: Y and W [B, H, A], ``gain``: k [N, B, 1, 1]; all zero in rows that
         are not guided. :param guided: some row is.
@@ -40,10 +40,13 @@ class Start(NamedTuple):
 
 
 class Batch(Protocol):
-    """One batch under way on the device, one call after the other: ``begin``, each step, ``actions``."""
+    """One batch under way on the device, one call after the other: ``encode``, ``start``, each step, ``actions``."""
 
-    def begin(self, on_phase: PhaseCallback) -> None:
-        """Copy in, and compute the prefix."""
+    def encode(self, on_phase: PhaseCallback) -> None:
+        """Copy the inputs in and compute the prefix; a device may still be at it on return."""
+
+    def start(self, start: Start) -> None:
+        """Copy in what the solver begins with."""
 
     def step(self, step: int) -> tuple[Any, Any]:
         """One solver step. :return: x before it [B, H, A], and the velocity that it applied, device arrays."""
@@ -55,13 +58,11 @@ class Batch(Protocol):
 class Graphs(Protocol):
     """Captured shapes of a model (graphs.py)."""
 
-    def batch(self, rows: Sequence[Row], start: Start) -> Batch | None:
+    def batch(self, rows: Sequence[Row]) -> Batch | None:
         """The batch in the smallest captured shape that holds it, None if none does. Valid until the next one."""
 
 
-def advance(
-    model: Model, prefix: Any, x: Any, step: int, guidance: tuple[Any, Any, Any] | None
-) -> tuple[Any, Any]:
+def advance(model: Model, prefix: Any, x: Any, step: int, guidance: tuple[Any, Any, Any] | None) -> tuple[Any, Any]:
     """One solver step, the same in a captured graph as outside.
 
     :param guidance: Y [B, H, A], W [B, H, A] and k [N, B, 1, 1] on the device.
@@ -78,16 +79,19 @@ def advance(
 class _PlainBatch:
     """Calls the model as it is: on the CPU, and where no captured shape fits."""
 
-    def __init__(self, model: Model, rows: Sequence[Row], start: Start) -> None:
-        self._model, self._rows, self._start = model, rows, start
+    def __init__(self, model: Model, rows: Sequence[Row]) -> None:
+        self._model, self._rows = model, rows
         self._prefix: Any = None
         self._x: Any = None
         self._guidance: tuple[Any, Any, Any] | None = None
 
-    def begin(self, on_phase: PhaseCallback) -> None:
-        put, start = self._model.to_device, self._start
+    def encode(self, on_phase: PhaseCallback) -> None:
+        put = self._model.to_device
         inputs = {name: put(np.stack([row.inputs[name] for row in self._rows])) for name in self._model.spec.inputs}
         self._prefix = self._model.prefix(inputs, on_phase)
+
+    def start(self, start: Start) -> None:
+        put = self._model.to_device
         self._x = put(start.noise)
         self._guidance = (put(start.target), put(start.weight), put(start.gain)) if start.guided else None
 
@@ -160,11 +164,11 @@ class Runner:
 
         started = time.perf_counter()
         self._on_phase("copy_in")
-        start = self._start(padded)
-        batch = self.graphs.batch(padded, start) if self.graphs is not None else None
-        batch = batch or _PlainBatch(self.model, padded, start)
-        batch.begin(self._on_phase)
+        batch = self.graphs.batch(padded) if self.graphs is not None else None
+        batch = batch or _PlainBatch(self.model, padded)
+        batch.encode(self._on_phase)
         encoded = time.perf_counter()
+        batch.start(self._start(padded))  # made while a device is at the prefix
         actions = self._denoise(batch, rows, size)
         self._on_phase("end")
         finished = time.perf_counter()

@@ -26,9 +26,8 @@ def largest_error(
     :raises Exception: whatever the candidate raises.
     """
     worst = 0.0
-    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for args in _CASES[op](_Draw(generator, dtype), *dims):
+        for args in cases(op, dtype, dims, device):
             wanted = _results(op, getattr(reference, op), _map(args, _widen))
             found = _results(op, candidate, _map(args, torch.clone))
             for value, expected in zip(found, wanted, strict=True):
@@ -39,6 +38,11 @@ def largest_error(
                 error = (value.float() - expected).abs().nan_to_num(nan=float("inf")).max() / expected.abs().max()
                 worst = max(worst, float(error))
     return worst
+
+
+def cases(op: str, dtype: torch.dtype, dims: Sequence[int], device: torch.device) -> Iterator[tuple[Any, ...]]:
+    """Seeded arguments of the operator, as a model calls it."""
+    return _CASES[op](_Draw(torch.Generator(device).manual_seed(0), dtype), *dims)
 
 
 class _Draw:
@@ -73,7 +77,7 @@ def _ada_rms_norm(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...
 def _layer_norm(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     x, weight, bias = draw.x(rows, width), draw.wide(width), draw.wide(width)
     yield x, weight, bias
-    yield x, weight, bias, draw.x(rows, width)
+    yield x, weight, bias, draw.x(rows, width), draw.x(width)
 
 
 def _gelu_mul(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

@@ -24,10 +24,10 @@ from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError, EngineError
 from phyai_engine.layers.ops import Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
+from phyai_engine.models import pi_compact
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
-from phyai_engine.models import pi_compact
-from phyai_engine.models.pi_compact import Shape, arrange
+from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.types import BufferSpec, ModelSpec
 from phyai_engine.weights.header import Shape, stored_tensors
@@ -244,22 +244,22 @@ class PiModel(nn.Module):
         host: NDArray[np.generic] = (array.float() if array.dtype == torch.bfloat16 else array).cpu().numpy()
         return host
 
-    def captured_shapes(self, batches: Sequence[int]) -> list[Shape]:
+    def captured_shapes(self, batches: Sequence[int]) -> list[BatchShape]:
         """See :class:`phyai_engine.models.Capturable`."""
         on_accelerator = self.rotary_frequencies.device.type == "cuda"
         wanted = on_accelerator and self.options.graphs == "auto"
         return pi_compact.captured_shapes(self.options, batches) if wanted else []
 
-    def shape_of(self, rows: Sequence[pi_compact.Inputs]) -> Shape:
+    def shape_of(self, rows: Sequence[pi_compact.Inputs]) -> BatchShape:
         """See :class:`phyai_engine.models.Capturable`."""
-        masks = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
-        return pi_compact.shape_of(*masks, self.options.image_tokens)
+        image_mask, token_mask = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
+        return pi_compact.shape_of(image_mask, token_mask, self.options.image_tokens)
 
-    def staged(self, shape: Shape) -> dict[str, BufferSpec]:
+    def staged(self, shape: BatchShape) -> dict[str, BufferSpec]:
         """See :class:`phyai_engine.models.Capturable`."""
         return pi_compact.staged(self.options, shape)
 
-    def stage(self, shape: Shape, rows: Sequence[pi_compact.Inputs], into: Mapping[str, NDArray[Any]]) -> None:
+    def stage(self, shape: BatchShape, rows: Sequence[pi_compact.Inputs], into: Mapping[str, NDArray[Any]]) -> None:
         """See :class:`phyai_engine.models.Capturable`."""
         pi_compact.stage(self.options, shape, rows, into)
 
@@ -277,8 +277,8 @@ class PiModel(nn.Module):
 
     def arranged(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs as ``encode`` takes them, in the smallest shape that holds them."""
-        masks = (inputs[name].cpu().numpy() for name in ("image_mask", "token_mask"))
-        layout = arrange(*masks, self.options.image_tokens)
+        image_mask, token_mask = (inputs[name].cpu().numpy() for name in ("image_mask", "token_mask"))
+        layout = arrange(image_mask, token_mask, self.options.image_tokens)
         made = {name: self.to_device(getattr(layout, name)) for name in ("mask", "source", "valid")}
         # What stands under a false mask may be anything, and beyond the vocabulary.
         made["tokens"] = inputs["tokens"].masked_fill(~inputs["token_mask"], 0)

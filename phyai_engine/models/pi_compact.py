@@ -21,14 +21,14 @@ from phyai_engine.types import BufferSpec
 Inputs = Mapping[str, NDArray[Any]]
 
 
-class Shape(NamedTuple):
+class BatchShape(NamedTuple):
     """Sizes of one batch on the device: rows, images encoded for all of them, prefix tokens of each."""
 
     batch: int
     images: int
     length: int
 
-    def holds(self, other: Shape) -> bool:
+    def holds(self, other: BatchShape) -> bool:
         """Whether a batch of the other shape can be arranged in this one."""
         return self.batch == other.batch and self.images >= other.images and self.length >= other.length
 
@@ -49,14 +49,14 @@ class Layout:
     valid: NDArray[np.int64]
 
 
-def shape_of(image_mask: NDArray[np.bool_], token_mask: NDArray[np.bool_], image_tokens: int) -> Shape:
+def shape_of(image_mask: NDArray[np.bool_], token_mask: NDArray[np.bool_], image_tokens: int) -> BatchShape:
     """The smallest shape of a batch. :param image_mask: [B, C]. :param token_mask: [B, P]. :param image_tokens: T."""
     tokens = image_mask.sum(axis=1) * image_tokens + token_mask.sum(axis=1)
-    return Shape(len(image_mask), int(image_mask.sum()), max(1, int(tokens.max())))
+    return BatchShape(len(image_mask), int(image_mask.sum()), max(1, int(tokens.max())))
 
 
 def arrange(
-    image_mask: NDArray[np.bool_], token_mask: NDArray[np.bool_], image_tokens: int, shape: Shape | None = None
+    image_mask: NDArray[np.bool_], token_mask: NDArray[np.bool_], image_tokens: int, shape: BatchShape | None = None
 ) -> Layout:
     """Where the tokens of a batch go. :param shape: one that holds the batch; its own unless given."""
     shape = shape or shape_of(image_mask, token_mask, image_tokens)
@@ -78,19 +78,19 @@ def arrange(
 # --- shapes for captured graphs ---
 
 
-def captured_shapes(options: PiOptions, batches: Sequence[int]) -> list[Shape]:
+def captured_shapes(options: PiOptions, batches: Sequence[int]) -> list[BatchShape]:
     """Shapes to capture, largest first: for a single row each number of cameras with each prompt bucket, for more rows
     all cameras with the longest prompt.
     """
     cameras, tokens = len(options.cameras), options.image_tokens
     prompts = sorted({min(size, options.prompt_len) for size in (*options.prompt_buckets, options.prompt_len)})
-    shapes = {Shape(b, b * cameras, cameras * tokens + options.prompt_len) for b in batches}
+    shapes = {BatchShape(b, b * cameras, cameras * tokens + options.prompt_len) for b in batches}
     if 1 in batches:
-        shapes |= {Shape(1, seen, seen * tokens + said) for seen in range(1, cameras + 1) for said in prompts}
+        shapes |= {BatchShape(1, seen, seen * tokens + said) for seen in range(1, cameras + 1) for said in prompts}
     return sorted(shapes, reverse=True)
 
 
-def staged(options: PiOptions, shape: Shape) -> dict[str, BufferSpec]:
+def staged(options: PiOptions, shape: BatchShape) -> dict[str, BufferSpec]:
     """What a batch of that shape brings to the device, whole shapes."""
     size, (batch, images, length) = options.image_size, shape
     prefix = len(options.cameras) * options.image_tokens + options.prompt_len
@@ -104,16 +104,21 @@ def staged(options: PiOptions, shape: Shape) -> dict[str, BufferSpec]:
     return specs | ({"state": BufferSpec((batch, options.action_dim), "float32")} if options.variant == "pi0" else {})
 
 
-def stage(options: PiOptions, shape: Shape, rows: Sequence[Inputs], into: Mapping[str, NDArray[Any]]) -> None:
-    """Write a batch into host arrays as ``staged`` has them. Images of masked cameras are not touched."""
+def stage(options: PiOptions, shape: BatchShape, rows: Sequence[Inputs], into: Mapping[str, NDArray[Any]]) -> None:
+    """Write a batch into host arrays as ``staged`` has them. Images of masked cameras are not touched.
+
+    :param into: where the last batch still stands: equal masks have an equal layout, which is then left as it is.
+    """
     image_mask, token_mask = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
-    layout = arrange(image_mask, token_mask, options.image_tokens, shape)
+    mask = np.concatenate((image_mask.repeat(options.image_tokens, axis=1), token_mask), axis=1)
+    if not np.array_equal(mask, into["mask"]):
+        layout = arrange(image_mask, token_mask, options.image_tokens, shape)
+        into["source"][:], into["valid"][:], into["mask"][:] = layout.source, layout.valid, layout.mask
     cameras = image_mask.shape[1]
-    for i, place in enumerate(layout.present[: int(image_mask.sum())]):
+    for i, place in enumerate(np.flatnonzero(image_mask)):
         into["images"][i] = rows[place // cameras]["images"][place % cameras]
     for i, row in enumerate(rows):
         # What stands under a false mask may be anything, and beyond the vocabulary.
         into["tokens"][i] = np.where(row["token_mask"], row["tokens"], 0)
         if "state" in into:
             into["state"][i] = row["state"]
-    into["source"][:], into["valid"][:], into["mask"][:] = layout.source, layout.valid, layout.mask

@@ -23,16 +23,20 @@ def test_it_norms_alone(fused: Any, normal: Any, agree: Any, dtype: torch.dtype,
 def test_it_adds_first(fused: Any, normal: Any, agree: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, out = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
     weight, bias, before = normal(shape[-1]), normal(shape[-1]), x.clone()
-    for found, wanted in zip(fused(x, weight, bias, out), reference.layer_norm(x, weight, bias, out), strict=True):
+    added = out, normal(shape[-1], dtype=dtype)
+    for found, wanted in zip(
+        fused(x, weight, bias, *added), reference.layer_norm(x, weight, bias, *added), strict=True
+    ):
         agree(found, wanted)
     assert torch.equal(x, before), "the stream it was given must stay: a captured graph may read it again"
 
 
 def test_views_are_read_where_they_stand(fused: Any, normal: Any, agree: Any) -> None:
     x, out = normal(6, 4, 10).transpose(0, 1), normal(4, 6, 20)[..., ::2]
-    weight, bias = normal(20)[::2], normal(20)[::2]
-    for found, wanted in zip(fused(x, weight, bias, out), reference.layer_norm(x, weight, bias, out), strict=True):
-        agree(found, wanted)
+    weight, bias, out_bias = (normal(20)[::2] for _ in range(3))
+    wanted = reference.layer_norm(x, weight, bias, out, out_bias)
+    for found, expected in zip(fused(x, weight, bias, out, out_bias), wanted, strict=True):
+        agree(found, expected)
 
 
 def test_rows_of_one_value_become_the_bias(fused: Any, normal: Any) -> None:
@@ -44,6 +48,8 @@ def test_what_does_not_fit_is_refused(fused: Any, normal: Any) -> None:
     with pytest.raises(ValueError, match="must have 8 elements"):
         fused(normal(2, 8), normal(8), normal(7))
     with pytest.raises(ValueError, match="out must be like x"):
-        fused(normal(2, 8), normal(8), normal(8), normal(2, 8, dtype=torch.bfloat16))
+        fused(normal(2, 8), normal(8), normal(8), normal(2, 8, dtype=torch.bfloat16), normal(8))
+    with pytest.raises(ValueError, match="go together"):
+        fused(normal(2, 8), normal(8), normal(8), normal(2, 8))
     with pytest.raises(ValueError, match="16384"):
         fused(normal(1, 16385), normal(16385), normal(16385))

@@ -45,7 +45,7 @@ def test_both_ways_are_covered() -> None:
     """One span, and several."""
     plan = pytest.importorskip("phyai_kernels.linear_norm", reason="Triton is not installed").plan
     spans = [-(-inputs // plan(inputs, outputs, itemsize=2, chip=99 * 1024).span) for _, inputs, outputs in SIZES]
-    assert 1 in spans and max(spans) >= 4
+    assert {1, 2} <= set(spans)
 
 
 def test_leading_axes_are_rows_and_views_are_read(fused: Any, normal: Any, agree: Any) -> None:

@@ -1,4 +1,4 @@
-"""project_rotate: projection, rotation and the writes into the K/V slab, against the reference and beyond its promises."""
+"""project_rotate: projection, rotation and writes into the K/V slab, against the reference and beyond its promises."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def test_it_is_the_reference(fused: Any, normal: Any, agree: Any, dtype: torch.d
     x, weight, table, keys, values, start, heads = call(normal, dtype, case)
     old, wanted_keys, wanted_values = keys.clone(), keys.float(), values.float()
     query = fused(x, weight, table, keys, values, start, heads)
-    wanted = reference.project_rotate(
-        x.float(), weight.float(), table, wanted_keys, wanted_values, start, heads
-    )
+    wanted = reference.project_rotate(x.float(), weight.float(), table, wanted_keys, wanted_values, start, heads)
     if heads:
         agree(query, wanted.to(dtype))
     else:
@@ -49,7 +47,7 @@ def test_it_is_the_reference(fused: Any, normal: Any, agree: Any, dtype: torch.d
 
 
 def test_slabs_table_and_weight_may_be_views(fused: Any, normal: Any, agree: Any) -> None:
-    x, weight, table, keys, values, start, heads = call(normal, torch.float32, (2, 3, 12, 2, 2, 8, 10))
+    x, weight, table, _, _, start, heads = call(normal, torch.float32, (2, 3, 12, 2, 2, 8, 10))
     shared = tuple(part[:1].expand(2, -1, -1) for part in table)
     whole = normal(2, 2, 10, 2, 8)  # [K or V, batch, columns, kv, head_dim]
     slab, wanted = whole.clone().transpose(2, 3), whole.transpose(2, 3).contiguous()

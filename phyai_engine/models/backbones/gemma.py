@@ -136,15 +136,11 @@ class GemmaStack(nn.Module):
     def _at(self, index: int) -> _Layer:
         return cast("Sequence[_Layer]", self.layers)[index]
 
-    def _layer(
-        self, i: int, x: Tensor, normed: Tensor, span: Span, norms: Norms, ops: Ops
-    ) -> tuple[Tensor, Tensor]:
+    def _layer(self, i: int, x: Tensor, normed: Tensor, span: Span, norms: Norms, ops: Ops) -> tuple[Tensor, Tensor]:
         """The residual stream behind layer i, and its form normed for what follows."""
         layer, keys, values = self._at(i), span.keys[i], span.values[i]
         before, between, behind = (norms(2 * i + j) for j in range(3))
-        query = ops.project_rotate(
-            normed, layer.qkv.weight, span.rotary, keys, values, span.start, self.options.heads
-        )
+        query = ops.project_rotate(normed, layer.qkv.weight, span.rotary, keys, values, span.start, self.options.heads)
         attended = ops.attend(query, keys, values, span.lengths)
         x, normed = ops.linear_norm(attended, layer.o.weight, x, between.scale, between.shift, before.gate)
         inner = ops.gated_up(normed, layer.gate_up.weight)
