@@ -78,7 +78,7 @@ def tune(
 def save(profile: Profile, path: Path) -> None:
     """One line a row, so that a person can compare and edit it. :raises OSError: it cannot be written."""
     lines = [
-        "# Measured by `phyai tune`; the operator selector reads it (phyai_engine/layers/profile.py). us: median of one",
+        "# Measured by `phyai tune`, read by the operator selector (phyai_engine/layers/profile.py). us: median of one",
         "# call. error: |candidate - reference| over the largest value; a kind without `us` was wrong or failed.",
         f"accelerator: {profile.accelerator}",
         f"made: {yaml.safe_dump(profile.made, width=10**6).splitlines()[0]}",

@@ -373,6 +373,7 @@ def test_a_step_waits_for_nothing(variant: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a prototype, says torch
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cuda_equals_the_plain_forward_pass_and_its_steps_do_not_wait(variant: str) -> None:
     options = small(variant, kernels="reference")
