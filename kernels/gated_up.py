@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from phyai_kernels.gelu_mul import gelu_mul
+from phyai_kernels.gelu_mul import bent_gelu, gelu_mul
 from phyai_kernels.products import fetch, launch_options, overlaps, product, requests
 from phyai_kernels.tiles import block, check_launch, chip_bytes, dot_type, last_axis_is_dense, stages_that_fit
 from torch import Tensor
@@ -39,13 +39,6 @@ def plan(inputs: int, outputs: int, *, itemsize: int, chip: int) -> Plan:
     down = block(inputs, largest=64 if wide else 128)
     stages = stages_that_fit(chip, 0, (MOST_ROWS + 2 * across) * down * itemsize, most=3 if wide else 4)
     return Plan(across, down, warps=4 if wide else 8, stages=stages)
-
-
-@triton.jit
-def bent_gelu(x):
-    """GELU, tanh form: 0.5 (1 + tanh(u)) = sigmoid(2u), which every back end has; its exponential stays finite."""
-    twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x * tl.sigmoid(tl.maximum(twice, -80.0))
 
 
 @triton.jit(do_not_specialize=["rows"])  # see attend.py

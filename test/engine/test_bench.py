@@ -87,7 +87,7 @@ def test_a_demo_model_is_measured_phase_by_phase(model: str, tmp_path: Path) -> 
     assert text.rstrip().endswith("┘"), "the table is the last thing printed"
     assert [*rows(text)] == [
         *("pre-processing", "copy in", "vision", "prefix", "step 0"),
-        *("each of 10 steps", "all steps", "copy out", "decode", "end to end"),
+        *("each of 10 steps", "all steps", "copy out", "decode", "copy in to copy out", "end to end"),
     ]
     assert rows(text)["end to end"] == ["1", *3 * [f"{result.end_to_end.p50_ms:.2f}"]]
 
