@@ -19,7 +19,7 @@ DOMAIN ?= $(shell echo $$(( $$(printf '%s' "$(CURDIR)$$(id -u)" | cksum | cut -d
 ENTER = set +u; source "$$($(BOOTSTRAP) --venv)/env.sh"; set -u; export ROS_DOMAIN_ID=$(DOMAIN)
 PYTEST = python -m pytest
 
-.PHONY: help setup shell check format test test-ros demo prove-kilted prove-sourced clean
+.PHONY: help setup shell check format test test-ros demo bench-gpu prove-kilted prove-sourced clean
 
 help:  ## this list
 	@grep -hE '^[a-z%-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 24
@@ -50,6 +50,9 @@ test-ros: setup  ## only the tests on real ROS 2
 
 demo: setup  ## a simulated robot driven over real ROS 2; report in out/demo
 	@$(ENTER); python -m phyai_ros.demo --out out/demo $(ARGS)
+
+bench-gpu:  ## on a machine with a GPU: check against the references, time pi0.5 and pi0, one table; needs no ROS
+	@$(or $(PYTHON),python3) test/prove/gpu.py $(ARGS)
 
 prove-kilted:  ## the same fast tests on ROS 2 Kilted
 	@$(MAKE) test ROS_DISTRO=kilted VENV= DOMAIN=$$(( $(DOMAIN) + 1 ))

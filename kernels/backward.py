@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from phyai_kernels.reference import EPS
 from torch import Tensor
+from torch.nn import functional
 
 
 def linear(grad: Tensor, weight: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def linear(grad: Tensor, weight: Tensor) -> Tensor:
 def gelu_mul(grad: Tensor, gate_up: Tensor) -> Tensor:
     """:param grad: [..., F]. :return: of gate_up, [..., 2F]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    active = torch.nn.functional.gelu(gate, approximate="tanh")
+    active = functional.gelu(gate, approximate="tanh")
     return torch.cat((torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"), grad * active), dim=-1)
 
 
@@ -45,14 +46,48 @@ def ada_rms_norm(
     return grad, grad if gate is None else gate.to(grad.dtype) * grad
 
 
-def layer_norm(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """:param grad: like x. :return: of x."""
-    wide = x.float()
+def layer_norm(grad_stream: Tensor | None, grad_normed: Tensor | None, stream: Tensor, weight: Tensor) -> Tensor:
+    """As ``rms_norm``."""
+    if grad_normed is None:
+        return torch.zeros_like(stream) if grad_stream is None else grad_stream
+    wide = stream.float()
     centred = wide - wide.mean(dim=-1, keepdim=True)
     inverse = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + EPS)
-    unit, pull = centred * inverse, grad.float() * weight
+    unit, pull = centred * inverse, grad_normed.float() * weight
     along = unit * (pull * unit).mean(dim=-1, keepdim=True)
-    return (inverse * (pull - pull.mean(dim=-1, keepdim=True) - along)).to(x.dtype)
+    grad = inverse * (pull - pull.mean(dim=-1, keepdim=True) - along)
+    return (grad if grad_stream is None else grad + grad_stream.float()).to(stream.dtype)
+
+
+def linear_gelu(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The product is made again, not kept. :param grad: [..., N]. :return: of x, [..., K]."""
+    inner = functional.linear(x, weight, bias)
+    return linear(torch.ops.aten.gelu_backward(grad, inner, approximate="tanh"), weight)
+
+
+def linear_norm(
+    grad_stream: Tensor | None,
+    grad_normed: Tensor | None,
+    stream: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``ada_rms_norm``. :return: of x, and of the stream that the product was added to."""
+    grad, grad_out = ada_rms_norm(grad_stream, grad_normed, stream, scale, gate)
+    return linear(grad_out, weight), grad
+
+
+def gated_up(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The product is made again, not kept. :param grad: [..., F]. :return: of x, [..., K]."""
+    return linear(gelu_mul(grad, functional.linear(x, weight)), weight)
+
+
+def project_rotate(
+    grad_query: Tensor, grad_keys: Tensor, grad_values: Tensor, weight: Tensor, table: tuple[Tensor, Tensor]
+) -> Tensor:
+    """As ``split_rotate``. :param weight: [(heads + 2 kv) * D, K]. :return: of x, [B, S, K]."""
+    return linear(split_rotate(grad_query, grad_keys, grad_values, table), weight)
 
 
 def split_rotate(grad_query: Tensor, grad_keys: Tensor, grad_values: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

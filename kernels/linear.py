@@ -9,11 +9,13 @@ Worth it up to 64 rows (``plan`` has the times); above, the vendor's matrix prod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from phyai_kernels.products import fetch, launch_options, overlaps, product, requests
 from phyai_kernels.tiles import WAVE, block, check_launch, chip_bytes, dot_type, last_axis_is_dense, stages_that_fit
 from torch import Tensor
 from torch.nn import functional
@@ -63,36 +65,48 @@ def _linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """All rows, one tile of outputs, one span of inputs. ``out`` is [spans, rows, outputs]."""
-    row = tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
-    real = row < rows
     held = column < outputs
     begin = part * span
+    weight_at = weight + tl.where(held, column, 0).to(tl.int64) * weight_row
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        fetch((weight_at + begin).to(tl.int64), span * (weight.dtype.element_ty.primitive_bitwidth // 8), CHUNKS)
+        tl.extra.cuda.gdc_wait()
     end = tl.minimum(begin + span, inputs)
-    step = tl.arange(0, BLOCK_K)
-    x_at = x + row[:, None] * inputs + step[None, :]
-    weight_at = weight + column[None, :].to(tl.int64) * weight_row + step[:, None]
-    summed = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(begin, end, BLOCK_K):
-        inside = k + step < end
-        a = tl.load(x_at + k, mask=real[:, None] & inside[None, :], other=0.0)
-        b = tl.load(weight_at + k, mask=inside[:, None] & held[None, :], other=0.0)
-        summed = tl.dot(a.to(DOT), b.to(DOT), summed, input_precision="tf32x3")
+    summed = product(x, weight_at, rows, begin, end, inputs, held, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, DOT)
     if BIAS:
         summed += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
+    row = tl.arange(0, BLOCK_M)
     at = (part.to(tl.int64) * rows + row[:, None]) * outputs + column[None, :]
-    tl.store(out + at, summed.to(out.dtype.element_ty), mask=real[:, None] & held[None, :])
+    tl.store(out + at, summed.to(out.dtype.element_ty), mask=(row < rows)[:, None] & held[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add_spans(partial, bias, out, rows, outputs, SPANS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_spans(
+    partial,
+    bias,
+    out,
+    rows,
+    outputs,
+    SPANS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < outputs
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     summed = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPANS):
         summed += tl.load(partial + (part * rows + row) * outputs + column, mask=held, other=0.0)
@@ -124,13 +138,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int) -> None:
     outputs, inputs = weight.shape
     cut = plan(inputs, outputs, itemsize=x.element_size(), chip=chip_bytes(x.device))
+    if cut.span >= inputs:
+        _launch_spans(x, weight, bias, out, rows, cut)
+        return
+    partial = partial_sums(x, weight, plan, rows)
+    size = block(outputs, largest=512)
+    _add_spans[(rows, triton.cdiv(outputs, size))](
+        partial,
+        bias,
+        out,
+        rows,
+        outputs,
+        SPANS=len(partial),
+        BIAS=bias is not None,
+        BLOCK=size,
+        OVERLAP=overlaps(x.device),
+        num_warps=4,
+        **launch_options(x.device),
+    )
+
+
+def partial_sums(x: Tensor, weight: Tensor, cuts: Callable[..., Plan], rows: int) -> Tensor:
+    """[spans, rows, outputs] fp32, whose sum over the spans is the product.
+
+    :param x: contiguous. :param cuts: a plan.
+    """
+    outputs, inputs = weight.shape
+    cut = cuts(inputs, outputs, itemsize=x.element_size(), chip=chip_bytes(x.device))
     spans = triton.cdiv(inputs, cut.span)
-    partial = out if spans == 1 else torch.empty((spans, rows, outputs), dtype=torch.float32, device=x.device)
-    _linear[(triton.cdiv(outputs, cut.outputs), spans)](
+    partial = torch.empty((spans, rows, outputs), dtype=torch.float32, device=x.device)
+    _launch_spans(x, weight, None, partial, rows, cut)
+    return partial
+
+
+def _launch_spans(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, cut: Plan) -> None:
+    outputs, inputs = weight.shape
+    whole = inputs % cut.span == 0  # or a row's last span ends beyond the weight
+    _linear[(triton.cdiv(outputs, cut.outputs), triton.cdiv(inputs, cut.span))](
         x,
         weight,
         bias,
-        partial,
+        out,
         rows,
         inputs,
         outputs,
@@ -139,12 +187,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
         BLOCK_M=block(rows, largest=MOST_ROWS),
         BLOCK_N=cut.outputs,
         BLOCK_K=cut.inputs,
-        BIAS=bias is not None and spans == 1,
+        BIAS=bias is not None,
+        EVEN=whole and cut.span % cut.inputs == 0,
+        CHUNKS=requests(weight, cut.span * x.element_size(), cut.outputs, cut.warps) if whole else 0,
+        OVERLAP=overlaps(x.device),
         DOT=dot_type(x.dtype),
         num_warps=cut.warps,
         num_stages=cut.stages,
+        **launch_options(x.device),
     )
-    if spans > 1:
-        size = block(outputs, largest=512)
-        grid = (rows, triton.cdiv(outputs, size))
-        _add_spans[grid](partial, bias, out, rows, outputs, SPANS=spans, BIAS=bias is not None, BLOCK=size, num_warps=4)

@@ -46,9 +46,18 @@ def ada_rms_norm(
     return x, (rms_normalise(x) * (1.0 + scale) + shift).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """LayerNorm over the last axis. :param x: [..., D]. :param weight, bias: [D] fp32."""
-    return functional.layer_norm(x.float(), weight.shape, weight, bias, EPS).to(x.dtype)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor | None = None, out_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Residual add, then LayerNorm over the last axis.
+
+    :param x: [..., D], the residual stream. :param weight, bias: [D] fp32.
+    :param out: like x, the sub-layer's output to add first, plus ``out_bias`` [D] like x; both are None or neither.
+    :return: the new residual stream (x itself without ``out``), and its normed form.
+    """
+    if out is not None and out_bias is not None:
+        x = x + (out + out_bias)
+    return x, functional.layer_norm(x.float(), weight.shape, weight, bias, EPS).to(x.dtype)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
@@ -63,6 +72,60 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. :param x: [..., K]. :param weight: [N, K]. :param bias: [N]."""
     return functional.linear(x, weight, bias)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU (tanh form) of x @ weight.T + bias. :param x: [..., K]. :param weight: [N, K]. :param bias: [N]."""
+    return functional.gelu(linear(x, weight, bias), approximate="tanh")
+
+
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    stream: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Product with a weight, gated residual add, and the norm of what follows: a sub-layer's end.
+
+    :param x: [..., K]. :param weight: [N, K]. :param stream: [..., N], the residual stream.
+    :param scale, shift, gate: [N] fp32, as in ``ada_rms_norm``; without ``shift`` the norm is ``rms_norm`` with the
+        weight ``scale``, without ``gate`` the product is added as it is.
+    :return: the new residual stream, and its normed form.
+    """
+    out = linear(x, weight)
+    if gate is not None:
+        out = gate.to(x.dtype) * out
+    if shift is None:
+        return rms_norm(stream, scale, out)
+    stream = stream + out
+    return stream, ada_rms_norm(stream, scale, shift)[1]
+
+
+def gated_up(x: Tensor, weight: Tensor) -> Tensor:
+    """Merged gate and up projection, then gated GELU: the first half of an MLP.
+
+    :param x: [..., K]. :param weight: [2F, K], gate above up. :return: [..., F]
+    """
+    return gelu_mul(linear(x, weight))
+
+
+def project_rotate(
+    x: Tensor,
+    weight: Tensor,
+    table: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    heads: int,
+) -> Tensor:
+    """Merged QKV projection, then ``split_rotate``: the way into attention.
+
+    :param x: [B, S, K]. :param weight: [(heads + 2 kv) * D, K]; the other parameters are ``split_rotate``'s.
+    :return: as ``split_rotate``
+    """
+    return split_rotate(linear(x, weight), table, keys, values, start, heads)
 
 
 def split_rotate(

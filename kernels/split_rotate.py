@@ -83,20 +83,8 @@ def split_rotate(
     :raises ValueError: as tiles.check_launch; sizes or dtypes that do not fit, or a last axis with gaps.
     """
     check_launch(qkv, *table, keys, values)
-    batch, tokens, width = qkv.shape
-    kv_heads, columns, dim = keys.shape[1:]
-    half = dim // 2
-    if width != (heads + 2 * kv_heads) * dim or dim % 2:
-        raise ValueError(f"qkv of {width} is not {heads} + 2 * {kv_heads} heads of an even {dim}")
-    if values.shape != keys.shape or keys.shape[0] != batch or {keys.dtype, values.dtype} != {qkv.dtype}:
-        raise ValueError(
-            f"keys and values must be [{batch}, kv, C, D] {qkv.dtype}: got {tuple(keys.shape)} {keys.dtype}, "
-            f"{tuple(values.shape)} {values.dtype}"
-        )
-    cos, sin = (part.expand(batch, tokens, half) for part in table)
-    last_axis_is_dense(keys=keys, values=values, cos=cos, sin=sin)
-    if start.shape != (batch,) or start.dtype != torch.int64:
-        raise ValueError(f"start must be [{batch}] int64: got {tuple(start.shape)} {start.dtype}")
+    cos, sin = check_slab(qkv.shape, qkv.dtype, table, keys, values, start, heads)
+    (batch, tokens, _), (kv_heads, columns, dim) = qkv.shape, keys.shape[1:]
     qkv = qkv.contiguous()
     query = torch.empty((batch, heads, tokens, dim), dtype=qkv.dtype, device=qkv.device)
     _split_rotate[(batch * tokens, heads + 2 * kv_heads)](
@@ -115,8 +103,37 @@ def split_rotate(
         *sin.stride()[:2],
         *keys.stride()[:3],
         *values.stride()[:3],
-        HALF=half,
-        BLOCK=block(half, largest=1 << 16),
+        HALF=dim // 2,
+        BLOCK=block(dim // 2, largest=1 << 16),
         num_warps=1,
     )
     return query
+
+
+def check_slab(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    table: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, S, D/2] for a merged projection of ``shape`` [B, S, (heads + 2 kv) * D].
+
+    :raises ValueError: sizes or dtypes that do not fit, or a last axis with gaps.
+    """
+    batch, tokens, width = shape
+    kv_heads, _, dim = keys.shape[1:]
+    if width != (heads + 2 * kv_heads) * dim or dim % 2:
+        raise ValueError(f"qkv of {width} is not {heads} + 2 * {kv_heads} heads of an even {dim}")
+    if values.shape != keys.shape or keys.shape[0] != batch or {keys.dtype, values.dtype} != {dtype}:
+        raise ValueError(
+            f"keys and values must be [{batch}, kv, C, D] {dtype}: got {tuple(keys.shape)} {keys.dtype}, "
+            f"{tuple(values.shape)} {values.dtype}"
+        )
+    cos, sin = (part.expand(batch, tokens, dim // 2) for part in table)
+    last_axis_is_dense(keys=keys, values=values, cos=cos, sin=sin)
+    if start.shape != (batch,) or start.dtype != torch.int64:
+        raise ValueError(f"start must be [{batch}] int64: got {tuple(start.shape)} {start.dtype}")
+    return cos, sin

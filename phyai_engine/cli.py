@@ -27,6 +27,14 @@ app = typer.Typer(
 )
 
 
+class Device(str, Enum):
+    """Where a model computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 @contextmanager
 def readable_errors() -> Iterator[None]:
     """Print what a person can mend in red, without a traceback, and end with exit code 2."""
@@ -63,6 +71,7 @@ def phyai(
 def golden(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds config.json, *.safetensors and io.npz.")],
     first_bad: Annotated[bool, typer.Option("--first-bad", help="Name only the first array outside its gate.")] = False,
+    device: Annotated[Device, typer.Option(help="Gates are for float32 on any of them.")] = Device.CPU,
 ) -> None:
     """Run our model on recorded inputs and measure every recorded array against its gate.
 
@@ -71,7 +80,7 @@ def golden(
     with readable_errors():
         from phyai_engine.golden import golden_command  # noqa: PLC0415 - torch
 
-        code = golden_command(str(folder), first_bad)
+        code = golden_command(str(folder), first_bad, device.value)
     raise typer.Exit(code)
 
 
@@ -106,14 +115,6 @@ def report(
             raise ConfigError("no such folder", where=page.parent, do="Make it, or give another --out.")
         write_report(run_at(record), page, other=None if against is None else run_at(against))
     typer.echo(f"wrote {page}")
-
-
-class Device(str, Enum):
-    """Where a model computes."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class Dtype(str, Enum):
@@ -159,6 +160,24 @@ def bench(
             seed=seed,
         )
         code = bench_command(options, out)
+    raise typer.Exit(code)
+
+
+@app.command()
+def tune(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL...", help="Shipped names or yamls. Default: pi05 pi0.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto: the accelerator where there is one.")] = Device.AUTO,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.yaml", help="Default: where the selector reads it.")
+    ] = None,
+) -> None:
+    """Time every candidate of every operator at a model's shapes and write this accelerator's profile."""
+    with readable_errors():
+        from phyai_engine.tune import tune_command  # noqa: PLC0415 - torch
+
+        code = tune_command(models or ["pi05", "pi0"], device.value, out)
     raise typer.Exit(code)
 
 

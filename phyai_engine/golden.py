@@ -18,19 +18,20 @@ from rich.console import Console
 
 from phyai_engine.config import convert
 from phyai_engine.errors import ConfigError, PhyaiError
-from phyai_engine.golden_report import MODES, NUMBERS, Array, Arrays, Comparison, GoldenReport, errors_of
+from phyai_engine.golden_report import MODES, NUMBERS, Array, Arrays, Comparison, Device, GoldenReport, errors_of
 from phyai_engine.golden_rtc import rtc_lerobot
-from phyai_engine.models.pi import PiModel, PiOptions, PiPrefix
-from phyai_engine.rtc import Pull
-from phyai_engine.runner import PhaseCallback, Runner
+from phyai_engine.graphs import Graphs
+from phyai_engine.models.pi import PiModel, PiOptions
+from phyai_engine.runner import Runner
 from phyai_engine.types import Row
 from phyai_engine.weights.header import Stored, stored_tensors
-from phyai_engine.weights.loading import stream_tensors
+from phyai_engine.weights.loading import device_of, stream_tensors
 
 
-def run_golden(folder: Path) -> GoldenReport:
+def run_golden(folder: Path, device: Device = "cpu") -> GoldenReport:
     """Run one folder with the family that its config names.
 
+    :param device: torch's name; on an accelerator the steps run as captured graphs.
     :raises ConfigError: not a golden folder, inputs that the model cannot take, or a family that is not supported.
     :raises WeightsError: the weights do not fit the configuration.
     """
@@ -47,7 +48,7 @@ def run_golden(folder: Path) -> GoldenReport:
                 where=folder / "config.json",
             )
         with np.errstate(invalid="ignore", over="ignore"):  # such values are reported as errors that fail
-            return FAMILIES[name](folder, config, recorded)
+            return FAMILIES[name](folder, config, recorded, device)
     except PhyaiError:
         raise
     except Exception as error:  # the files are anyone's: whatever they break is said with the folder's name
@@ -57,15 +58,15 @@ def run_golden(folder: Path) -> GoldenReport:
         torch.set_float32_matmul_precision(precision)
 
 
-def golden_command(folder: str, first_bad: bool) -> int:
-    """What ``phyai golden FOLDER [--first-bad]`` does.
+def golden_command(folder: str, first_bad: bool, device: Device = "cpu") -> int:
+    """What ``phyai golden FOLDER [--first-bad] [--device cuda]`` does.
 
     :param first_bad: print one line about the first array outside its gate instead of the table.
     :return: exit code: 0 all within their gates, 1 not, 2 the folder cannot be run.
     """
     console = Console()
     try:
-        report = run_golden(Path(folder))
+        report = run_golden(Path(folder), device)
     except PhyaiError as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
@@ -123,8 +124,8 @@ _PI_SIZES = (
 )
 
 
-def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> GoldenReport:
-    model, rows, noise = _pi_setup(folder, config, recorded)
+def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays, device: Device) -> GoldenReport:
+    model, rows, noise = _pi_setup(folder, config, recorded, device)
     count = len(rows)
     traces: dict[str, list[dict[str, Array]]] = {
         "recorded": _pi_trace(model, rows, noise),
@@ -145,10 +146,12 @@ def _pi(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> GoldenRepo
     return GoldenReport(folder, model.spec.family, tuple(comparisons), tuple(rest))
 
 
-def _pi_setup(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> tuple[PiModel, list[Row], list[Array]]:
+def _pi_setup(
+    folder: Path, config: Mapping[str, Any], recorded: Arrays, device: Device
+) -> tuple[PiModel, list[Row], list[Array]]:
     """Model, the recorded samples as unguided rows (seed = index into the noise list), and the noise list."""
     options = _pi_options(folder, config, recorded, stored_tensors(folder))
-    model = PiModel.from_state(options, dict(stream_tensors(folder)), where=folder)
+    model = PiModel.from_state(options, dict(stream_tensors(folder)), where=folder, device=device_of(device))
     samples, noise = _pi_inputs(folder, model, recorded)
     free = np.zeros(noise.shape[1:], np.float32)
     gain = np.zeros(options.num_steps, np.float32)
@@ -239,36 +242,17 @@ def _pi_partner(row: Row, count: int) -> Row:
     )
 
 
-class _PiTap:
-    """The model, keeping what its prefix phase made."""
-
-    def __init__(self, model: PiModel) -> None:
-        self._model = model
-        self.spec = model.spec
-        self.made: dict[str, Array] = {}
-
-    def to_device(self, array: Array) -> torch.Tensor:
-        return self._model.to_device(array)
-
-    def to_host(self, array: torch.Tensor) -> Array:
-        return self._model.to_host(array)
-
-    def prefix(self, inputs: Mapping[str, Any], on_phase: PhaseCallback = lambda _: None) -> PiPrefix:
-        embedded = self.to_host(self._model.embed(inputs)[0])
-        prefix = self._model.prefix(inputs, on_phase)
-        mask, actions = self.to_host(prefix.mask), prefix.actions
-        self.made = {"prefix_mask": mask, "prefix_embeddings": _padded(embedded, mask)}
-        for kind, slab in (("k", actions.keys), ("v", actions.values)):
-            for i, layer in enumerate(self.to_host(slab)):
-                padded = _padded(layer.swapaxes(1, 2), mask).swapaxes(1, 2)
-                self.made[f"prefix_{kind}_layer{i}"] = padded
-        return prefix
-
-    def velocity(self, prefix: PiPrefix, x: torch.Tensor, step: int, clean: torch.Tensor | None = None) -> torch.Tensor:
-        return self._model.velocity(prefix, x, step, clean)
-
-    def velocity_vjp(self, prefix: PiPrefix, x: torch.Tensor, step: int) -> tuple[torch.Tensor, Pull]:
-        return self._model.velocity_vjp(prefix, x, step)
+def _pi_prefix(model: PiModel, rows: Sequence[Row]) -> dict[str, Array]:
+    """What the prefix phase makes of a batch."""
+    inputs = {name: model.to_device(np.stack([row.inputs[name] for row in rows])) for name in model.spec.inputs}
+    arranged = model.arranged(inputs)
+    prefix = model.encode(arranged)
+    mask, actions = model.to_host(prefix.mask), prefix.actions
+    made = {"prefix_mask": mask, "prefix_embeddings": _padded(model.to_host(model.embed(arranged)), mask)}
+    for kind, slab in (("k", actions.keys), ("v", actions.values)):
+        for i, layer in enumerate(model.to_host(slab)):
+            made[f"prefix_{kind}_layer{i}"] = _padded(layer.swapaxes(1, 2), mask).swapaxes(1, 2)
+    return made
 
 
 def _padded(compact: Array, mask: Array) -> Array:
@@ -287,10 +271,12 @@ def _pi_trace(model: PiModel, rows: Sequence[Row], noise: Sequence[Array]) -> li
         steps["x_steps"].append(model.to_host(x))
         steps["v_steps"].append(model.to_host(velocity))
 
-    tap = _PiTap(model)
-    runner = Runner(tap, buckets=(len(rows),), on_step=record, noise=lambda seed, *_: noise[seed])
+    graphs = None
+    if model.captured_shapes((len(rows),)):
+        graphs = Graphs(model, shapes=[model.shape_of([row.inputs for row in rows])])
+    runner = Runner(model, buckets=(len(rows),), on_step=record, noise=lambda seed, *_: noise[seed], graphs=graphs)
     results = runner.run(rows)
-    host = {**tap.made, **{name: np.stack(arrays, axis=1) for name, arrays in steps.items()}}
+    host = {**_pi_prefix(model, rows), **{name: np.stack(arrays, axis=1) for name, arrays in steps.items()}}
     host["actions"] = np.stack([result.actions for result in results if result.actions is not None])
     return [{name: array[i] for name, array in host.items()} for i in range(len(rows))]
 
@@ -341,7 +327,7 @@ def _tokens_second(name: str, array: Array) -> Array:
     return array.swapaxes(1, 2) if _PI_CACHE.fullmatch(name) else array
 
 
-FAMILIES: Mapping[str, Callable[[Path, Mapping[str, Any], Arrays], GoldenReport]] = {
+FAMILIES: Mapping[str, Callable[[Path, Mapping[str, Any], Arrays, Device], GoldenReport]] = {
     "pi0": _pi,
     "pi05": _pi,
     "rtc_lerobot": rtc_lerobot,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from rich.table import Table
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
+Device = Literal["auto", "cpu", "cuda"]
 
 NUMBERS = "biuf"  # numpy's kinds of dtype that hold real numbers
 

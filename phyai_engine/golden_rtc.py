@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike
 
 from phyai_engine.errors import ConfigError
-from phyai_engine.golden_report import MODES, Array, Arrays, Comparison, GoldenReport, errors_of
+from phyai_engine.golden_report import MODES, Array, Arrays, Comparison, Device, GoldenReport, errors_of
 from phyai_engine.rtc import Guidance, GuidanceBuffers, Pull, WeightKind, prefix_weights
 from phyai_engine.solvers import euler_flow, flow_times
-from phyai_engine.weights.loading import stream_tensors
+from phyai_engine.weights.loading import device_of, stream_tensors
 
 _GATES = {"chunk": 1e-5, "x_steps": 1e-5, "u_steps": 1e-5, "weights": 1e-6, "token_times": 0.0}
 _GATE = 5e-5  # of the other fp32 arrays: guided velocities reach 43
@@ -28,37 +29,51 @@ _FP32 = " fp32"
 
 
 class _TanhFlow:
-    """u = fc2(tanh(fc1(flatten x) + time t)), with a flow time per token."""
+    """u = fc2(tanh(fc1(flatten x) + time t)), with a flow time per token.
 
-    def __init__(self, tensors: Arrays, times: Sequence[float], dtype: DTypeLike) -> None:
-        self.times, self.dtype = times, np.dtype(dtype)
-        self._tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    :param put: where it computes: numpy array -> the array that it takes, numpy's or torch's.
+    """
 
-    def token_times(self, x: Array, step: int, clean: Array | None) -> Array:
+    def __init__(
+        self, tensors: Arrays, times: Sequence[float], dtype: DTypeLike, put: Callable[[Array], Any] = np.asarray
+    ) -> None:
+        self.times, self.dtype, self.put = times, np.dtype(dtype), put
+        self._tensors = {name: put(tensor.astype(dtype)) for name, tensor in tensors.items()}
+
+    def token_times(self, x: Any, step: int, clean: Any) -> Any:
         """[B,H]"""
-        times = np.full(x.shape[:2], self.times[step], self.dtype)
+        times = _library(x).full_like(x[..., 0], self.times[step])
         return times if clean is None else times * ~clean[..., 0]
 
-    def velocity(self, prefix: None, x: Array, step: int, clean: Array | None = None) -> Array:
+    def velocity(self, prefix: None, x: Any, step: int, clean: Any = None) -> Any:
         return self._project(self._inner(x, step, clean), x)
 
-    def velocity_vjp(self, prefix: None, x: Array, step: int) -> tuple[Array, Pull]:
+    def velocity_vjp(self, prefix: None, x: Any, step: int) -> tuple[Any, Pull]:
         inner, w = self._inner(x, step, None), self._tensors
 
-        def pull(error: Array) -> Array:
+        def pull(error: Any) -> Any:
             grad = (error.reshape(len(error), -1) @ w["fc2.weight"]) * (1 - inner**2)
-            return cast("Array", grad @ w["fc1.weight"]).reshape(x.shape)
+            return (grad @ w["fc1.weight"]).reshape(x.shape)
 
         return self._project(inner, x), pull
 
-    def _inner(self, x: Array, step: int, clean: Array | None) -> Array:
+    def _inner(self, x: Any, step: int, clean: Any) -> Any:
         w = self._tensors
         timed = self.token_times(x, step, clean) @ w["time.weight"].T
-        inner: Array = np.tanh(x.reshape(len(x), -1) @ w["fc1.weight"].T + w["fc1.bias"] + timed)
-        return inner
+        return _library(x).tanh(x.reshape(len(x), -1) @ w["fc1.weight"].T + w["fc1.bias"] + timed)
 
-    def _project(self, inner: Array, x: Array) -> Array:
-        return cast("Array", inner @ self._tensors["fc2.weight"].T + self._tensors["fc2.bias"]).reshape(x.shape)
+    def _project(self, inner: Any, x: Any) -> Any:
+        return (inner @ self._tensors["fc2.weight"].T + self._tensors["fc2.bias"]).reshape(x.shape)
+
+
+def _library(x: Any) -> Any:
+    """Whose array it is."""
+    return torch if isinstance(x, torch.Tensor) else np
+
+
+def _host(x: Any) -> Array:
+    array: Array = x.cpu().numpy() if isinstance(x, torch.Tensor) else x
+    return array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +87,12 @@ class _Sample:
     locked: Array
 
 
-def rtc_lerobot(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> GoldenReport:
-    """See the module. :raises ConfigError: an input is missing or does not fit."""
+def rtc_lerobot(folder: Path, config: Mapping[str, Any], recorded: Arrays, device: Device) -> GoldenReport:
+    """See the module.
+
+    :param device: ``cpu``: the arrays are numpy's, else torch's: guidance is written for both.
+    :raises ConfigError: an input is missing or does not fit.
+    """
     tensors: Arrays = {name: tensor.numpy() for name, tensor in stream_tensors(folder)}
     noise, steps = _input(recorded, "noise", folder), int(config["steps"])
     shape = (len(noise), int(config["horizon"]), int(config["action_dim"]))
@@ -81,8 +100,10 @@ def rtc_lerobot(folder: Path, config: Mapping[str, Any], recorded: Arrays) -> Go
     if noise.shape != shape or previous.shape != shape:
         text = f"{list(noise.shape)}, {list(previous.shape)}"
         raise ConfigError("noise or prev_full has another shape", got=text, wanted=list(shape), where=folder)
-    single = _TanhFlow(tensors, flow_times(steps, "direct"), np.float32)
-    double = _TanhFlow(tensors, [1 - k / steps for k in range(steps)], np.float64)
+    place = device_of(device)
+    put: Callable[[Array], Any] = np.asarray if device == "cpu" else lambda array: torch.tensor(array, device=place)
+    single = _TanhFlow(tensors, flow_times(steps, "direct"), np.float32, put)
+    double = _TanhFlow(tensors, [1 - k / steps for k in range(steps)], np.float64, put)
     cases, prefixes = config.get("cases", []), config.get("prefix_cases", [])
     parts = (
         (single, Guidance.parse("identity"), cases, _identity_arrays, ""),
@@ -158,16 +179,18 @@ def _batch(net: _TanhFlow, guidance: Guidance, samples: Sequence[_Sample], array
         gain=np.stack([one.gain for one in samples], axis=1)[:, :, None, None],
         locked=np.stack([one.locked for one in samples]),
     )
-    noise, xs, guided = np.stack([one.noise for one in samples]), [], []
+    placed, noise = buffers.to(net.put), net.put(np.stack([one.noise for one in samples]))
+    xs: list[Any] = []
+    guided: list[Array] = []
 
-    def keep(step: int, x: Array, velocity: Array) -> None:
+    def keep(step: int, x: Any, velocity: Any) -> None:
         xs.append(x)
-        guided.append(velocity)
+        guided.append(_host(velocity))
 
-    xs.append(euler_flow(net, None, noise, net.times, guidance, buffers, on_step=keep))
-    clean = buffers.locked if guidance.locks else None
-    plain = [net.velocity(None, x, step, clean) for step, x in enumerate(xs[:-1])]
-    made = arrays(net, buffers, np.stack(xs), np.stack(plain), np.stack(guided))
+    xs.append(euler_flow(net, None, noise, net.times, guidance, placed, on_step=keep))
+    clean = placed.locked if guidance.locks else None
+    plain = [_host(net.velocity(None, x, step, clean)) for step, x in enumerate(xs[:-1])]
+    made = arrays(net, buffers, np.stack([_host(x) for x in xs]), np.stack(plain), np.stack(guided))
     return [{name: np.moveaxis(array, _axis(name), 0)[i] for name, array in made.items()} for i in range(len(samples))]
 
 
@@ -223,7 +246,8 @@ def _vjp_arrays(net: _TanhFlow, buffers: GuidanceBuffers, xs: Array, plain: Arra
 def _prefix_arrays(
     net: _TanhFlow, buffers: GuidanceBuffers, xs: Array, plain: Array, guided: Array
 ) -> dict[str, Array]:
-    times = np.stack([net.token_times(x, step, buffers.locked) for step, x in enumerate(xs[:-1])])
+    locked = net.put(buffers.locked)
+    times = np.stack([_host(net.token_times(net.put(x), step, locked)) for step, x in enumerate(xs[:-1])])
     return {"x_steps": xs[:-1], "u_steps": plain, "token_times": times, "chunk": xs[-1]}
 
 

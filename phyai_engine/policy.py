@@ -14,8 +14,9 @@ import numpy as np
 from phyai_engine.adapter import Adapter
 from phyai_engine.config import ModelConfig, RobotConfig
 from phyai_engine.errors import CancelledError, ConfigError, EngineError, PhyaiError, RefusalError
-from phyai_engine.models import Model
-from phyai_engine.runner import RowResult, Runner
+from phyai_engine.models import Capturable, Model
+from phyai_engine.rtc import Guidance
+from phyai_engine.runner import Graphs, RowResult, Runner
 from phyai_engine.types import (
     CancelToken,
     Chunk,
@@ -75,12 +76,25 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
     loaded: Model = getattr(importlib.import_module(entry.module), entry.name).load(model)
     for swap in swapped_cameras(robot, loaded.spec.cameras):
         _log.warning("%s", swap)
-    return Policy(Adapter(robot, model, loaded.spec), Runner(loaded, guidance=model.rtc.guide), weights_note(model))
+    guidance = model.rtc.guide
+    runner = Runner(loaded, guidance=guidance, graphs=captured_graphs(loaded, guidance))
+    return Policy(Adapter(robot, model, loaded.spec), runner, weights_note(model))
 
 
 def weights_note(model: ModelConfig) -> str:
     """What the weights of a model of a known family are, for people to read."""
     return f"{model.family}, {model.checkpoint or MODELS[model.family].untrained}"
+
+
+def captured_graphs(model: Model, guidance: Guidance, batches: Sequence[int] = (1,)) -> Graphs | None:
+    """The model's graphs where it computes with some; captured here, before any request.
+
+    :raises EngineError: the accelerator's memory is too small for them.
+    """
+    if not isinstance(model, Capturable) or not model.captured_shapes(batches):
+        return None
+    graphs: Graphs = importlib.import_module("phyai_engine.graphs").Graphs(model, batches, guidance=guidance)
+    return graphs
 
 
 class Policy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,78 @@ from phyai_engine.errors import EngineError
 from phyai_engine.models import Model
 from phyai_engine.noise import standard_normal
 from phyai_engine.rtc import IDENTITY, Guidance, GuidanceBuffers
-from phyai_engine.solvers import StepCallback, euler_flow
+from phyai_engine.solvers import StepCallback, flow_step, hold_prefix
 from phyai_engine.types import F32, Row
 
 NoiseSource = Callable[[int, int, int], F32]
 PhaseCallback = Callable[[str], None]
+
+
+class Start(NamedTuple):
+    """What the solver begins with, on the host.
+
+    :param noise: [B, H, A], its first actions locked where the guidance does that.
+    :param buffers: what guides the batch; None where no row asks for it, which saves the gradient and changes no bit.
+    """
+
+    noise: F32
+    buffers: GuidanceBuffers | None
+
+
+class Batch(Protocol):
+    """One batch under way on the device, one call after the other: ``encode``, ``start``, each step, ``actions``."""
+
+    def encode(self, on_phase: PhaseCallback) -> None:
+        """Copy the inputs in and compute the prefix; a device may still be at it on return."""
+
+    def start(self, start: Start) -> None:
+        """Copy in what the solver begins with."""
+
+    def step(self, step: int) -> tuple[Any, Any]:
+        """One solver step. :return: x before it [B, H, A], and the velocity that it applied, device arrays."""
+
+    def actions(self) -> Any:
+        """x after the last step, a host array [B, H, A]."""
+
+
+class Graphs(Protocol):
+    """Captured shapes of a model (graphs.py).
+
+    :ivar guidance: of the captured steps.
+    """
+
+    guidance: Guidance
+
+    def batch(self, rows: Sequence[Row]) -> Batch | None:
+        """The batch in the smallest captured shape that holds it, None if none does. Valid until the next one."""
+
+
+class _PlainBatch:
+    """Calls the model as it is: on the CPU, and where no captured shape fits."""
+
+    def __init__(self, model: Model, rows: Sequence[Row], guidance: Guidance) -> None:
+        self._model, self._rows, self._guidance = model, rows, guidance
+        self._prefix: Any = None
+        self._x: Any = None
+        self._buffers: GuidanceBuffers | None = None
+
+    def encode(self, on_phase: PhaseCallback) -> None:
+        put = self._model.to_device
+        inputs = {name: put(np.stack([row.inputs[name] for row in self._rows])) for name in self._model.spec.inputs}
+        self._prefix = self._model.prefix(inputs, on_phase)
+
+    def start(self, start: Start) -> None:
+        put = self._model.to_device
+        self._x = put(start.noise)
+        self._buffers = start.buffers and start.buffers.to(put)
+
+    def step(self, step: int) -> tuple[Any, Any]:
+        x, times = self._x, self._model.spec.times
+        velocity, self._x = flow_step(self._model, self._prefix, x, step, times, self._guidance, self._buffers)
+        return x, velocity
+
+    def actions(self) -> Any:
+        return self._model.to_host(self._x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +114,8 @@ class Runner:
     :param on_phase: called as each phase begins: ``copy_in``, the model's own (``vision``, ``prefix``), ``step 0`` and
         so on, ``copy_out``, and ``end``. Nothing waits for the device at a phase's border.
     :param guidance: how rows that carry committed actions continue them.
+    :param graphs: captured shapes of the model, with the same guidance; what fits none of them runs without.
+    :raises EngineError: no batch size, or graphs of another guidance.
     """
 
     def __init__(
@@ -57,15 +126,21 @@ class Runner:
         noise: NoiseSource = standard_normal,
         on_phase: PhaseCallback = lambda _: None,
         guidance: Guidance = IDENTITY,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model = model
         self.guidance = guidance
+        self.graphs = graphs
         self.buckets = tuple(sorted(set(buckets)))
         self._on_step = on_step
         self._noise = noise
         self._on_phase = on_phase
         if not self.buckets or self.buckets[0] < 1:
             raise EngineError("no usable batch sizes", got=list(buckets), wanted="at least one number >= 1")
+        if graphs is not None and graphs.guidance != guidance:
+            raise EngineError(
+                "the graphs hold another guidance", got=graphs.guidance, wanted=guidance, do="Capture them with it."
+            )
 
     def run(self, rows: Sequence[Row]) -> list[RowResult]:
         """Infer one chunk per row; results in the rows' order.
@@ -84,12 +159,12 @@ class Runner:
 
         started = time.perf_counter()
         self._on_phase("copy_in")
-        inputs = {name: self._stack([row.inputs[name] for row in padded]) for name in self.model.spec.inputs}
-        prefix = self.model.prefix(inputs, self._on_phase)
+        batch = self.graphs.batch(padded) if self.graphs is not None else None
+        batch = batch or _PlainBatch(self.model, padded, self.guidance)
+        batch.encode(self._on_phase)
         encoded = time.perf_counter()
-        x = self._denoise(prefix, padded, rows)
-        self._on_phase("copy_out")
-        actions = None if x is None else self._to_host(x, size)
+        batch.start(self._start(padded))  # made while a device is at the prefix
+        actions = self._denoise(batch, rows, size)
         self._on_phase("end")
         finished = time.perf_counter()
 
@@ -101,34 +176,27 @@ class Runner:
             for i, row in enumerate(rows)
         ]
 
-    def _denoise(self, prefix: Any, padded: Sequence[Row], rows: Sequence[Row]) -> Any:
+    def _denoise(self, batch: Batch, rows: Sequence[Row], size: int) -> F32 | None:
         """The solver loop; None once every real row is cancelled."""
-        spec = self.model.spec
-
-        def goes_on(step: int) -> bool:
+        for step in range(len(self.model.spec.times)):
             if all(row.cancel.cancelled for row in rows):
-                return False
+                return None
             self._on_phase(f"step {step}")
-            return True
+            x, velocity = batch.step(step)
+            if self._on_step is not None:
+                self._on_step(step, x, velocity)
+        self._on_phase("copy_out")
+        return self._checked(batch.actions(), size)
 
-        x = self._stack([self._noise(row.seed, spec.horizon, spec.action_dim) for row in padded])
-        buffers = self._buffers(padded)
-        return euler_flow(
-            self.model, prefix, x, spec.times, self.guidance, buffers, goes_on=goes_on, on_step=self._on_step
-        )
+    def _start(self, padded: Sequence[Row]) -> Start:
+        spec, guided = self.model.spec, any(self.guidance.reads(row).any() for row in padded)
+        buffers = GuidanceBuffers.of(self.guidance, padded) if guided else None
+        noise = np.stack([self._noise(row.seed, spec.horizon, spec.action_dim) for row in padded])
+        return Start(hold_prefix(noise, self.guidance, buffers), buffers)
 
-    def _buffers(self, padded: Sequence[Row]) -> GuidanceBuffers | None:
-        """What guides the batch; None where no row asks for it, which saves the gradient and changes no bit."""
-        if not any(self.guidance.reads(row).any() for row in padded):
-            return None
-        return GuidanceBuffers.of(self.guidance, padded).to(self.model.to_device)
-
-    def _stack(self, arrays: Sequence[NDArray[Any]]) -> Any:
-        return self.model.to_device(np.stack(arrays))
-
-    def _to_host(self, x: Any, size: int) -> F32:
+    def _checked(self, host: Any, size: int) -> F32:
         spec = self.model.spec
-        actions = np.asarray(self.model.to_host(x))
+        actions = np.asarray(host)
         wanted = (size, spec.horizon, spec.action_dim)
         if actions.shape != wanted or actions.dtype != np.float32:
             raise EngineError(

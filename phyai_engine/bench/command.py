@@ -110,6 +110,7 @@ def bench(options: BenchOptions, progress: Console) -> Result:
         phases=measured.phases(),
         steps=measured.steps(),
         steps_sum=measured.steps_sum(),
+        model=measured.model(),
         end_to_end=measured.end_to_end(),
     )
 

@@ -18,6 +18,7 @@ from phyai_engine.runner import Runner
 from phyai_engine.types import F32, Request
 
 STEP = "step "
+OUTSIDE = ("encode", "decode")  # what happens on the host around the runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Bench:
         self._adapter = policy.adapter
         self._requests = requests
         self._clock = clock
-        self._runner = Runner(policy.runner.model, buckets=(1,), on_phase=clock, guidance=policy.runner.guidance)
+        own = policy.runner
+        self._runner = Runner(own.model, buckets=(1,), on_phase=clock, guidance=own.guidance, graphs=own.graphs)
         self._count = 0
 
     def run(self) -> Run:
@@ -101,6 +103,11 @@ class Measured:
     def steps_sum(self) -> Figures:
         """The denoising steps of a run together."""
         return Figures.of([sum(ms for name, ms in run.phases.items() if name.startswith(STEP)) for run in self.counted])
+
+    def model(self) -> Figures:
+        """The runner's phases of a run together: all but pre- and post-processing."""
+        sums = [sum(ms for name, ms in run.phases.items() if name not in OUTSIDE) for run in self.counted]
+        return Figures.of(sums)
 
     def end_to_end(self) -> Figures:
         """From the observation to the chunk in robot units."""

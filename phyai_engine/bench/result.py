@@ -12,7 +12,7 @@ from msgspec import Struct
 from phyai_engine.bench.machine import Environment, Memory
 from phyai_engine.timing import Window
 
-VERSION = 1
+VERSION = 2
 
 
 class Figures(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,8 +74,8 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One measurement.
 
     :param phases: in order: ``encode``, the runner's (``step 0`` and so on), ``decode``. :param steps: all denoising
-        steps of all runs in one; ``steps_sum`` their sum in each run. :param end_to_end: encode to decode on the
-        host's clock.
+        steps of all runs in one; ``steps_sum`` their sum in each run. :param model: copy in to copy out, in each run.
+    :param end_to_end: encode to decode on the host's clock.
     :param phase_clock: of the runner's phases; the host's for encode, decode and end to end.
     """
 
@@ -91,6 +91,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     phases: dict[str, Figures]
     steps: Figures
     steps_sum: Figures
+    model: Figures
     end_to_end: Figures
 
     def save(self, path: Path) -> None:

@@ -77,6 +77,7 @@ def phase_table(result: Result) -> Table:
             _row(table, f"each of {len(steps)} steps", result.steps)
             _row(table, "all steps", result.steps_sum)
     table.add_section()
+    _row(table, "copy in to copy out", result.model)
     _row(table, "end to end", result.end_to_end)
     return table
 

@@ -1,13 +1,15 @@
 """The operator selector: which implementation of each operator a model runs, decided once, with the reason.
 
 A fused form is bound where it equals the reference at every shape the model calls it with; anything else, a missing
-package or a failed compilation too, binds the reference and keeps the sentence why. Nothing is decided while a model
-runs.
+package or a failed compilation too, binds the reference and keeps the sentence why. Where the accelerator has a
+measured profile, its row decides for each shape; a shape that it does not hold goes by the rules. Nothing is decided
+while a model runs, but that an operator with several implementations looks up the shape.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from phyai_engine.config import cache_dir, environment
 from phyai_engine.errors import EngineError
+from phyai_engine.layers.profile import Profile, load_profile
 from phyai_engine.layers.self_check import TOLERANCES, largest_error
 
 Kind = Literal["auto", "triton", "reference"]
@@ -29,6 +32,10 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "layer_norm": ("rows", "width"),
     "gelu_mul": ("rows", "width"),  # of the result: the merged projection is twice as wide
     "linear": ("rows", "inputs", "outputs"),
+    "linear_gelu": ("rows", "inputs", "outputs"),
+    "linear_norm": ("rows", "inputs", "outputs"),
+    "gated_up": ("rows", "inputs", "outputs"),
+    "project_rotate": ("batch", "tokens", "inputs", "heads", "kv_heads", "head_dim", "columns"),
     "split_rotate": ("batch", "tokens", "heads", "kv_heads", "head_dim", "columns"),  # columns of the K/V slab
     "attend": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
 }
@@ -37,9 +44,13 @@ DIMS: Mapping[str, tuple[str, ...]] = {
 CANDIDATES: Mapping[str, Mapping[str, str]] = {
     "rms_norm": {"triton": "phyai_kernels.rms_norm"},
     "ada_rms_norm": {"triton": "phyai_kernels.ada_rms_norm"},
-    "layer_norm": {},  # torch's own is one kernel already
+    "layer_norm": {"triton": "phyai_kernels.layer_norm"},
     "gelu_mul": {"triton": "phyai_kernels.gelu_mul"},
     "linear": {"triton": "phyai_kernels.linear"},
+    "linear_gelu": {"triton": "phyai_kernels.linear_gelu"},
+    "linear_norm": {"triton": "phyai_kernels.linear_norm"},
+    "gated_up": {"triton": "phyai_kernels.gated_up"},
+    "project_rotate": {"triton": "phyai_kernels.project_rotate"},
     "split_rotate": {"triton": "phyai_kernels.split_rotate"},
     "attend": {"triton": "phyai_kernels.attend"},
 }
@@ -71,6 +82,51 @@ class OpShape:
         return f"{sizes}, {str(self.dtype).removeprefix('torch.')}"
 
 
+_CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
+    **dict.fromkeys(
+        ("linear", "linear_gelu", "linear_norm"), lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0])
+    ),
+    **dict.fromkeys(("rms_norm", "ada_rms_norm", "layer_norm"), lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
+    "gelu_mul": lambda x: (x[..., 0].numel(), x.shape[-1] // 2),
+    "gated_up": lambda x, w: (x[..., 0].numel(), w.shape[1], w.shape[0] // 2),
+    "project_rotate": lambda x, w, table, k, v, start, heads: (*x.shape, heads, k.shape[1], k.shape[3], k.shape[2]),
+    "split_rotate": lambda x, table, k, v, start, heads: (*x.shape[:2], heads, k.shape[1], k.shape[3], k.shape[2]),
+    "attend": lambda q, k, v, lengths=None: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3]),
+}
+
+
+def dims_of(op: str, args: Sequence[Any]) -> tuple[int, ...]:
+    """What OpShape.dims holds of one call. :param args: as the operator is called."""
+    return _CALLS[op](*args)
+
+
+class ByShape:
+    """One operator whose implementation depends on the shape of the call.
+
+    :param table: (dtype, dims) -> implementation; a call of other dims takes the entry of its dtype whose sizes are
+        nearest, since a bucket of another length is the same work.
+    """
+
+    def __init__(self, op: str, table: Mapping[tuple[torch.dtype, tuple[int, ...]], Callable[..., Any]]) -> None:
+        self._op = op
+        self._table: dict[tuple[torch.dtype, tuple[int, ...]], Callable[..., Any]] = dict(table)
+
+    def __call__(self, *args: Any) -> Any:
+        """As the operator."""
+        key = args[0].dtype, dims_of(self._op, args)
+        if key not in self._table:
+            self._table[key] = self._nearest(*key)
+        return self._table[key](*args)
+
+    def _nearest(self, dtype: torch.dtype, dims: tuple[int, ...]) -> Callable[..., Any]:
+        def distance(entry: tuple[torch.dtype, tuple[int, ...]]) -> tuple[bool, float]:
+            ratios = [max(a, b, 1) / max(min(a, b), 1) for a, b in zip(entry[1], dims, strict=True)]
+            return entry[0] != dtype, math.prod(ratios)
+
+        nearest: tuple[torch.dtype, tuple[int, ...]] = min(self._table, key=distance)
+        return self._table[nearest]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ops:
     """One implementation per operator; signatures and meaning are those of ``phyai_kernels.reference``.
@@ -80,9 +136,13 @@ class Ops:
 
     rms_norm: Callable[..., tuple[Tensor, Tensor]] = reference.rms_norm
     ada_rms_norm: Callable[..., tuple[Tensor, Tensor]] = reference.ada_rms_norm
-    layer_norm: Callable[..., Tensor] = reference.layer_norm
+    layer_norm: Callable[..., tuple[Tensor, Tensor]] = reference.layer_norm
     gelu_mul: Callable[..., Tensor] = reference.gelu_mul
     linear: Callable[..., Tensor] = reference.linear
+    linear_gelu: Callable[..., Tensor] = reference.linear_gelu
+    linear_norm: Callable[..., tuple[Tensor, Tensor]] = reference.linear_norm
+    gated_up: Callable[..., Tensor] = reference.gated_up
+    project_rotate: Callable[..., Tensor] = reference.project_rotate
     split_rotate: Callable[..., Tensor] = reference.split_rotate
     attend: Callable[..., Tensor] = reference.attend
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -91,28 +151,40 @@ class Ops:
 REFERENCE = Ops()
 
 
-def load_ops(kind: Kind, *, device: torch.device, shapes: Sequence[OpShape]) -> Ops:
+def load_ops(kind: Kind, *, device: torch.device, shapes: Sequence[OpShape], profile: Profile | None = None) -> Ops:
     """Bind every operator for one model on one device.
 
-    :param kind: ``auto`` takes the first candidate that passes on an accelerator, ``triton`` insists on trying it (on a
-        CPU too, where only its interpreter works), ``reference`` takes none.
-    :param shapes: every call the model makes; a candidate that fails one of an operator's shapes is not bound at all.
-    :raises EngineError: unknown kind.
+    :param kind: ``auto`` takes what the profile says and else the first candidate that passes on an accelerator,
+        ``triton`` insists on trying it (on a CPU too, where only its interpreter works), ``reference`` takes none.
+    :param shapes: every call the model makes; a candidate that fails one of the shapes it would serve is not bound.
+    :param profile: measured choices; with ``auto`` the accelerator's own in config/profiles unless given.
+    :raises EngineError: unknown kind. :raises ConfigError: the accelerator's profile is not one.
     """
     if kind not in get_args(Kind):
         raise EngineError("unknown kernels", got=kind, wanted=f"one of {', '.join(get_args(Kind))}", where="kernels")
+    origin = "profile as given"
+    if profile is None and kind == "auto":
+        profile, origin = load_profile(device)
+    choices = {} if profile is None else profile.choices()
     bound: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for op in DIMS:
         own = [shape for shape in dict.fromkeys(shapes) if shape.op == op]
-        implementation, reasons[op] = _choose(op, kind, device, own)
+        named = {s: choices.get((op, str(s.dtype).removeprefix("torch."), s.dims), "") for s in own}
+        named = {s: choice if choice in ("reference", *CANDIDATES[op]) else "" for s, choice in named.items()}
+        implementation, reasons[op] = _choose(op, kind, device, named)
+        if own and kind == "auto" and device.type != "cpu":
+            reasons[op] += f"; by {origin}"
         if implementation is not None:
             bound[op] = implementation
     return Ops(**bound, reasons=reasons)
 
 
-def _choose(op: str, kind: Kind, device: torch.device, shapes: Sequence[OpShape]) -> tuple[Any, str]:
-    """The implementation to bind, None for the reference, and what is bound with the sentence why."""
+def _choose(op: str, kind: Kind, device: torch.device, shapes: Mapping[OpShape, str]) -> tuple[Any, str]:
+    """The implementation to bind, None for the reference, and what is bound with the sentence why.
+
+    :param shapes: shape -> what the profile names for it, empty where it has no row.
+    """
     kinds = {name: module for name, module in CANDIDATES[op].items() if kind in ("auto", name)}
     if kind == "reference":
         return None, "reference, as asked for"
@@ -120,14 +192,28 @@ def _choose(op: str, kind: Kind, device: torch.device, shapes: Sequence[OpShape]
         return None, "reference, this model does not call it"
     if kind == "auto" and device.type == "cpu":
         return None, "reference, no accelerator: the reference runs through torch's own kernels"
-    if not kinds:
-        return None, "reference, no fused form: torch's own kernel is one already"
+    if all(choice == "reference" for choice in shapes.values()):
+        return None, "reference, measured as the fastest"
+    return _first_that_passes(op, kinds, kind, device, shapes)
+
+
+def _first_that_passes(
+    op: str, kinds: Mapping[str, str], kind: Kind, device: torch.device, shapes: Mapping[OpShape, str]
+) -> tuple[Any, str]:
+    """See ``_choose``. :param kinds: candidates, best first."""
     refused = []
     for name, module in kinds.items():
-        candidate, sentence = _try_candidate(op, module, kind, device, shapes)
-        if candidate is not None:
+        served = [shape for shape, choice in shapes.items() if choice in ("", name)]
+        candidate, sentence = _try_candidate(op, module, kind, device, served)
+        if candidate is None:
+            refused.append(f"{name}: {sentence}")
+        elif len(served) == len(shapes):
             return candidate, f"{name}, {sentence}"
-        refused.append(f"{name}: {sentence}")
+        else:
+            reference_ = getattr(reference, op)
+            table = {(s.dtype, s.dims): candidate if s in served else reference_ for s in shapes}
+            others = "; ".join(str(shape) for shape in shapes if shape not in served)
+            return ByShape(op, table), f"{name}, {sentence}; the reference, measured as faster, at {others}"
     return None, f"reference, {'; '.join(refused)}"
 
 
@@ -138,8 +224,7 @@ def _try_candidate(
     try:
         candidate = getattr(importlib.import_module(module), op)
         tiles = importlib.import_module("phyai_kernels.tiles")
-        if not environment("TRITON_CACHE_DIR"):
-            tiles.keep_compiled(cache_dir() / "triton")
+        keep_compiled()
     except Exception as failure:  # not installed, built for another Python, a user without a home
         return None, f"cannot be imported: {type(failure).__name__}: {_first_line(failure)}"
     if tiles.INTERPRETED and kind == "auto":
@@ -156,6 +241,15 @@ def _try_candidate(
         worst = max(worst, error)
     count = f"{len(shapes)} shape{'s' if len(shapes) > 1 else ''}"
     return candidate, f"equals the reference at {count}, largest error {worst:.1e} of the largest value"
+
+
+def keep_compiled() -> None:
+    """Triton keeps what it compiles in our cache, unless its own variable says where.
+
+    :raises Exception: Triton is absent or broken.
+    """
+    if not environment("TRITON_CACHE_DIR"):
+        importlib.import_module("phyai_kernels.tiles").keep_compiled(cache_dir() / "triton")
 
 
 def _first_line(failure: Exception) -> str:

@@ -26,9 +26,8 @@ def largest_error(
     :raises Exception: whatever the candidate raises.
     """
     worst = 0.0
-    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for args in _CASES[op](_Draw(generator, dtype), *dims):
+        for args in cases(op, dtype, dims, device):
             wanted = _results(op, getattr(reference, op), _map(args, _widen))
             found = _results(op, candidate, _map(args, torch.clone))
             for value, expected in zip(found, wanted, strict=True):
@@ -39,6 +38,11 @@ def largest_error(
                 error = (value.float() - expected).abs().nan_to_num(nan=float("inf")).max() / expected.abs().max()
                 worst = max(worst, float(error))
     return worst
+
+
+def cases(op: str, dtype: torch.dtype, dims: Sequence[int], device: torch.device) -> Iterator[tuple[Any, ...]]:
+    """Seeded arguments of the operator, as a model calls it."""
+    return _CASES[op](_Draw(torch.Generator(device).manual_seed(0), dtype), *dims)
 
 
 class _Draw:
@@ -71,7 +75,9 @@ def _ada_rms_norm(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...
 
 
 def _layer_norm(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    yield draw.x(rows, width), draw.wide(width), draw.wide(width)
+    x, weight, bias = draw.x(rows, width), draw.wide(width), draw.wide(width)
+    yield x, weight, bias
+    yield x, weight, bias, draw.x(rows, width), draw.x(width)
 
 
 def _gelu_mul(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
@@ -83,6 +89,28 @@ def _linear(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple
     x[:, -1] *= 64  # or losing the last of many products would pass as rounding
     yield x, weight
     yield x, weight, draw.x(outputs)
+
+
+def _linear_gelu(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    yield draw.x(rows, inputs), draw.x(outputs, inputs, scale=inputs**-0.5), draw.x(outputs)
+
+
+def _linear_norm(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    x, weight = next(_linear(draw, rows, inputs, outputs))
+    stream, vectors = draw.x(rows, outputs), [draw.wide(outputs) for _ in range(3)]
+    yield x, weight, stream, vectors[0]
+    yield x, weight, stream, *vectors
+
+
+def _gated_up(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    yield draw.x(rows, inputs), draw.x(2 * outputs, inputs, scale=2 * inputs**-0.5)
+
+
+def _project_rotate(
+    draw: _Draw, batch: int, tokens: int, inputs: int, heads: int, kv_heads: int, dim: int, columns: int
+) -> Iterator[tuple[Any, ...]]:
+    for qkv, *rest, count in _split_rotate(draw, batch, tokens, heads, kv_heads, dim, columns):
+        yield draw.x(batch, tokens, inputs), draw.x(qkv.shape[-1], inputs, scale=inputs**-0.5), *rest, count
 
 
 def _split_rotate(
@@ -115,9 +143,17 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "layer_norm": _layer_norm,
     "gelu_mul": _gelu_mul,
     "linear": _linear,
+    "linear_gelu": _linear_gelu,
+    "linear_norm": _linear_norm,
+    "gated_up": _gated_up,
+    "project_rotate": _project_rotate,
     "split_rotate": _split_rotate,
     "attend": _attend,
 }
+
+
+# Operator -> where its arguments hold the slabs of keys and values that it writes into.
+_SLABS = {"split_rotate": 2, "project_rotate": 3}
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -133,7 +169,8 @@ def _map(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any
 
 
 def _results(op: str, implementation: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """What it returns, and the slabs that split_rotate writes into."""
+    """What it returns, and the slabs that it writes into."""
     returned = implementation(*args)
     results: tuple[Tensor, ...] = returned if isinstance(returned, tuple) else (returned,)
-    return (*results, *args[2:4]) if op == "split_rotate" else results
+    first = _SLABS.get(op)
+    return results if first is None else (*results, *args[first : first + 2])

@@ -73,8 +73,56 @@ def _ada_rms_norm(
         yield out, grad_out
 
 
-def _layer_norm(call: Call, grads: Grads, x: Tensor, weight: Tensor, bias: Tensor) -> Found:
-    yield x, backward.layer_norm(grads[0], x, weight)
+def _layer_norm(
+    call: Call,
+    grads: Grads,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    out: Tensor | None = None,
+    out_bias: Tensor | None = None,
+) -> Found:
+    grad = backward.layer_norm(*grads, call.outputs[0], weight)
+    yield x, grad
+    if out is not None:
+        yield out, grad
+
+
+def _linear_gelu(call: Call, grads: Grads, x: Tensor, weight: Tensor, bias: Tensor) -> Found:
+    yield x, backward.linear_gelu(grads[0], x, weight, bias)
+
+
+def _linear_norm(
+    call: Call,
+    grads: Grads,
+    x: Tensor,
+    weight: Tensor,
+    stream: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Found:
+    grad_x, grad_stream = backward.linear_norm(*grads, call.outputs[0], weight, scale, gate)
+    yield x, grad_x
+    yield stream, grad_stream
+
+
+def _gated_up(call: Call, grads: Grads, x: Tensor, weight: Tensor) -> Found:
+    yield x, backward.gated_up(grads[0], x, weight)
+
+
+def _project_rotate(
+    call: Call,
+    grads: Grads,
+    x: Tensor,
+    weight: Tensor,
+    table: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    heads: int,
+) -> Found:
+    yield x, backward.project_rotate(*grads, weight, table)
 
 
 def _split_rotate(
@@ -107,6 +155,10 @@ RULES: Mapping[str, Rule] = {
     "layer_norm": _layer_norm,
     "gelu_mul": _gelu_mul,
     "linear": _linear,
+    "linear_gelu": _linear_gelu,
+    "linear_norm": _linear_norm,
+    "gated_up": _gated_up,
+    "project_rotate": _project_rotate,
     "split_rotate": _split_rotate,
     "attend": _attend,
 }
@@ -114,7 +166,7 @@ RULES: Mapping[str, Rule] = {
 
 # Operators that write into slabs: which of their arguments are the keys, the values and the first columns. The first
 # argument has the tokens.
-_WRITES: Mapping[str, tuple[int, int, int]] = {"split_rotate": (2, 3, 4)}
+_WRITES: Mapping[str, tuple[int, int, int]] = {"split_rotate": (2, 3, 4), "project_rotate": (3, 4, 5)}
 
 
 class Tape:
@@ -133,15 +185,16 @@ class Tape:
     def _kept(self, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
         if op not in RULES:
             return _refusing(op)
+        calls, own = self._calls, self._own  # not the tape itself: in a circle its tensors would outlive the step
 
         def call(*args: Any) -> Any:
             result = implementation(*args)
             outputs = result if isinstance(result, tuple) else (result,)
             if op in _WRITES:
                 keys, values, start = (args[i] for i in _WRITES[op])
-                self._own[id(keys)] = start, args[0].shape[1]
+                own[id(keys)] = start, args[0].shape[1]
                 outputs = (*outputs, keys, values)
-            self._calls.append(Call(op, args, outputs, self._own.get(id(args[1])) if op == "attend" else None))
+            calls.append(Call(op, args, outputs, own.get(id(args[1])) if op == "attend" else None))
             return result
 
         return call

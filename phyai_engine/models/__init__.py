@@ -5,13 +5,13 @@ This module imports no torch, so that the runner and the numpy models need none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phyai_engine.types import ModelSpec
+from phyai_engine.types import BufferSpec, ModelSpec
 
 
 class Model(Protocol):
@@ -44,3 +44,29 @@ class Model(Protocol):
 
         The second is called at most once, before the next velocity: it may read what the first left behind.
         """
+
+
+@runtime_checkable
+class Capturable(Model, Protocol):
+    """A model whose phases CUDA graphs can hold: given a shape, nothing depends on values or waits for the device.
+
+    A shape is the model's own: hashable, and ``a.holds(b)`` says that a batch of shape b can be arranged in shape a.
+    """
+
+    def captured_shapes(self, batches: Sequence[int]) -> Sequence[Any]:
+        """Shapes to capture, largest first; none where the model computes without graphs.
+
+        :param batches: sizes of the batches that will come.
+        """
+
+    def shape_of(self, rows: Sequence[Mapping[str, NDArray[Any]]]) -> Any:
+        """The smallest shape of a batch. :param rows: the inputs of each row."""
+
+    def staged(self, shape: Any) -> Mapping[str, BufferSpec]:
+        """Arrays that ``encode`` reads, with their whole shapes."""
+
+    def stage(self, shape: Any, rows: Sequence[Mapping[str, NDArray[Any]]], into: Mapping[str, NDArray[Any]]) -> None:
+        """Write a batch into host arrays as ``staged`` lists them; what no row gives may keep what it held."""
+
+    def encode(self, staged: Mapping[str, Any], on_phase: Callable[[str], None] = ...) -> Any:
+        """``prefix`` from staged arrays on the device. :param on_phase: each phase that it names is a graph."""

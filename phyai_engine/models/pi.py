@@ -8,7 +8,7 @@ merged and folded weights in weights/pi.py, padding and masked cameras in pi_com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from phyai_engine.errors import ConfigError, EngineError
 from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
-from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Span
+from phyai_engine.models import pi_compact
+from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Norms, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
-from phyai_engine.models.pi_compact import Layout, compact
+from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions
-from phyai_engine.types import ModelSpec
+from phyai_engine.types import BufferSpec, ModelSpec
 from phyai_engine.weights.header import Shape, stored_tensors
 from phyai_engine.weights.loading import check_tensors, device_of, stream_tensors
 from phyai_engine.weights.pi import Place, fill, fold, places, random_stream
@@ -66,14 +67,15 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
     :param dtype: of the towers' activations; the vision tower's is ``options.vision_dtype``.
     """
     o, vision = options, _vision_dtype(options, dtype)
-    queries, keys, images = o.heads * o.head_dim, 2 * o.kv_heads * o.head_dim, len(o.cameras) * o.image_tokens
+    queries, images = o.heads * o.head_dim, len(o.cameras) * o.image_tokens
     length = images + o.prompt_len
     columns = length + o.state_tokens + o.action_horizon
     shapes = [
         OpShape("linear", torch.float32, (images, 3 * o.patch**2, o.vis_width)),
         OpShape("layer_norm", vision, (images, o.vis_width)),
         *_linears(images, vision, (o.vis_width, 3 * o.vis_width), (o.vis_width, o.vis_width)),
-        *_linears(images, vision, (o.vis_width, o.vis_mlp), (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
+        *_linears(images, vision, (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
+        OpShape("linear_gelu", vision, (images, o.vis_width, o.vis_mlp)),
         OpShape(
             "attend",
             vision,
@@ -81,17 +83,17 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
         ),
     ]
     actions = "ada_rms_norm" if o.variant == "pi05" else "rms_norm"
-    # Norm, rows, width, MLP of each pass; the ones that only fill the slab end at the last layer's K and V.
-    passes = [("rms_norm", length, o.width, o.mlp, True), (actions, o.action_horizon, o.exp_width, o.exp_mlp, False)]
-    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp, True)] if o.variant == "pi0" else []
-    for norm, rows, width, mlp, fills in passes:
-        shapes += _linears(rows, dtype, (width, queries + keys), (queries, width), (width, 2 * mlp), (mlp, width))
-        shapes += _linears(rows, dtype, (width, keys)) if fills else []
+    # Norm, rows, width, MLP of each pass.
+    passes = [("rms_norm", length, o.width, o.mlp), (actions, o.action_horizon, o.exp_width, o.exp_mlp)]
+    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp)] if o.variant == "pi0" else []
+    for norm, rows, width, mlp in passes:
         shapes += [
             OpShape(norm, dtype, (rows, width)),
-            OpShape("gelu_mul", dtype, (rows, mlp)),
-            OpShape("split_rotate", dtype, (1, rows, o.heads, o.kv_heads, o.head_dim, columns)),
+            OpShape("project_rotate", dtype, (1, rows, width, o.heads, o.kv_heads, o.head_dim, columns)),
             OpShape("attend", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
+            OpShape("linear_norm", dtype, (rows, queries, width)),
+            OpShape("gated_up", dtype, (rows, width, mlp)),
+            OpShape("linear_norm", dtype, (rows, mlp, width)),
         ]
     heads = [(o.action_dim, o.exp_width), (o.exp_width, o.action_dim)]
     if o.variant == "pi0":
@@ -244,52 +246,82 @@ class PiModel(nn.Module):
         host: NDArray[np.generic] = (array.float() if array.dtype == torch.bfloat16 else array).cpu().numpy()
         return host
 
+    def captured_shapes(self, batches: Sequence[int]) -> list[BatchShape]:
+        """See :class:`phyai_engine.models.Capturable`."""
+        on_accelerator = self.rotary_frequencies.device.type == "cuda"
+        wanted = on_accelerator and self.options.graphs == "auto"
+        return pi_compact.captured_shapes(self.options, batches) if wanted else []
+
+    def shape_of(self, rows: Sequence[pi_compact.Inputs]) -> BatchShape:
+        """See :class:`phyai_engine.models.Capturable`."""
+        image_mask, token_mask = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
+        return pi_compact.shape_of(image_mask, token_mask, self.options.image_tokens)
+
+    def staged(self, shape: BatchShape) -> dict[str, BufferSpec]:
+        """See :class:`phyai_engine.models.Capturable`."""
+        return pi_compact.staged(self.options, shape)
+
+    def stage(self, shape: BatchShape, rows: Sequence[pi_compact.Inputs], into: Mapping[str, NDArray[Any]]) -> None:
+        """See :class:`phyai_engine.models.Capturable`."""
+        pi_compact.stage(self.options, shape, rows, into)
+
     @torch.no_grad()
     def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None) -> PiPrefix:
         """Encode images and prompt, and keep K and V of every layer; pi0's state token is part of it.
+
+        Waits for the device once, to learn which cameras are there and how long the longest row is.
 
         :param inputs: ``images`` [B,C,3,h,w] in [-1,1], ``image_mask`` [B,C], ``tokens`` [B,P],
             ``token_mask`` [B,P], and for pi0 ``state`` [B,A].
         :param on_phase: told ``vision`` and ``prefix``.
         """
-        x, layout = self.embed(inputs, on_phase)
-        o, (batch, length) = self.options, x.shape[:2]
+        return self.encode(self.arranged(inputs), on_phase)
+
+    def arranged(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs as ``encode`` takes them, in the smallest shape that holds them."""
+        image_mask, token_mask = (inputs[name].cpu().numpy() for name in ("image_mask", "token_mask"))
+        layout = arrange(image_mask, token_mask, self.options.image_tokens)
+        made = {name: self.to_device(getattr(layout, name)) for name in ("mask", "source", "valid")}
+        # What stands under a false mask may be anything, and beyond the vocabulary.
+        made["tokens"] = inputs["tokens"].masked_fill(~inputs["token_mask"], 0)
+        made["images"] = inputs["images"].flatten(0, 1)[self.to_device(layout.present)]
+        return made | ({"state": inputs["state"]} if self.options.variant == "pi0" else {})
+
+    @torch.no_grad()
+    def encode(self, staged: Mapping[str, Tensor], on_phase: Callable[[str], None] = lambda _: None) -> PiPrefix:
+        """The prefix of arranged inputs; see :class:`phyai_engine.models.Capturable`.
+
+        :param staged: as ``staged`` lists them.
+        """
+        x = self.embed(staged, on_phase)
+        o, (batch, length), valid = self.options, x.shape[:2], staged["valid"]
         slab = (o.depth, batch, o.kv_heads, length + o.state_tokens + o.action_horizon, o.head_dim)
         keys, values = (torch.empty(slab, dtype=self.dtype, device=x.device) for _ in range(2))
-        zero = torch.zeros_like(layout.valid)
-        span = Span(keys, values, zero, layout.valid.clamp(min=1), self._rotary(zero, length))
-        self.language.fill(x, span, self.language.plain_norm(self.ops), self.ops)
-        start = layout.valid
+        zero = torch.zeros_like(valid)
+        span = Span(keys, values, zero, valid.clamp(min=1), self._rotary(zero, length))
+        self.language.fill(x, span, self.language.plain_norm, self.ops)
+        start = valid
         if o.variant == "pi0":
-            token = self.ops.linear(inputs["state"], self.state_in.weight, self.state_in.bias)[:, None].to(self.dtype)
+            token = self.ops.linear(staged["state"], self.state_in.weight, self.state_in.bias)[:, None].to(self.dtype)
             span = replace(span, start=start, lengths=start + 1, rotary=self._rotary(start, 1))
-            self.expert.fill(token, span, self.expert.plain_norm(self.ops), self.ops)
+            self.expert.fill(token, span, self.expert.plain_norm, self.ops)
             start = start + 1
         rotary = self._rotary(start, o.action_horizon)
         actions = replace(span, start=start, lengths=start + o.action_horizon, rotary=rotary)
-        return PiPrefix(layout.mask, actions)
+        return PiPrefix(staged["mask"], actions)
 
     @torch.no_grad()
-    def embed(
-        self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None
-    ) -> tuple[Tensor, Layout]:
-        """The prefix tokens before layer 0, compact; masked cameras are not looked at.
-
-        :return: tokens [B, L, width] and where they come from.
-        """
+    def embed(self, staged: Mapping[str, Tensor], on_phase: Callable[[str], None] = lambda _: None) -> Tensor:
+        """[B, L, width], the prefix tokens before layer 0, compact. :param staged: as ``encode`` takes them."""
         on_phase("vision")
-        layout = compact(inputs["image_mask"], inputs["token_mask"], self.options.image_tokens)
-        width, ops = self.options.width, self.ops
-        pool = []
-        if len(layout.present):
-            seen = self.vision(inputs["images"].flatten(0, 1)[layout.present], ops)
+        width, ops, pool = self.options.width, self.ops, []
+        if len(staged["images"]):
+            seen = self.vision(staged["images"], ops)
             projected = ops.linear(seen, self.projector.weight, self.projector.bias)
             pool.append(projected.to(self.dtype).view(-1, width))
         on_phase("prefix")
-        # What stands under a false mask may be anything, and beyond the vocabulary.
-        said = functional.embedding(inputs["tokens"].masked_fill(~inputs["token_mask"], 0), self.embedding)
-        pool.append(said.view(-1, width))
-        return torch.cat(pool)[layout.source], layout
+        pool.append(functional.embedding(staged["tokens"], self.embedding).view(-1, width))
+        return torch.cat(pool)[staged["source"]]
 
     @torch.no_grad()
     def velocity(self, prefix: PiPrefix, x: Tensor, step: int, clean: Tensor | None = None) -> Tensor:
@@ -299,16 +331,16 @@ class PiModel(nn.Module):
         :return: [B, H, A] fp32.
         """
         # A fused form takes one row of the time's tables for all tokens; the reference a row per token too.
-        ops = self.ops if clean is None else REFERENCE
+        ops = self.ops if clean is None or self.options.variant == "pi0" else REFERENCE
         tokens, _ = self._into(x, step, clean)
-        return self._out(self.expert(tokens, prefix.actions, self._norm(step, ops, clean), ops))
+        return self._out(self.expert(tokens, prefix.actions, self._norms(step, clean), ops))
 
     @torch.no_grad()
     def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """See :class:`phyai_engine.models.Model`. The bits of the velocity are those of ``velocity``."""
         tape = Tape(self.ops)
         tokens, inner = self._into(x, step)
-        hidden = self.expert(tokens, prefix.actions, self._norm(step, tape.ops), tape.ops)
+        hidden = self.expert(tokens, prefix.actions, self._norms(step), tape.ops)
 
         @torch.no_grad()
         def pull(error: Tensor) -> Tensor:
@@ -336,22 +368,18 @@ class PiModel(nn.Module):
         velocity: Tensor = self.ops.linear(hidden.float(), self.action_out.weight, self.action_out.bias)
         return velocity
 
-    def _norm(self, step: int, ops: Ops, clean: Tensor | None = None) -> Norm:
-        """Of the action tokens: plain for pi0; pi0.5's is adaRMS with the step's rows, where clean those of time 0.
-
-        A norm's gate is for the sub-layer behind it, so the next norm applies it.
-        """
+    def _norms(self, step: int, clean: Tensor | None = None) -> Norms:
+        """Of the action tokens: plain for pi0; pi0.5's is adaRMS with the step's rows, where clean those of time 0."""
         if self.options.variant == "pi0":
-            return self.expert.plain_norm(ops)
-        table, at_zero = self.modulation[step], self.modulation[-1]
+            return self.expert.plain_norm
 
-        def row(index: int, part: int) -> Tensor:
-            own = table[index, part]
-            return own if clean is None else torch.where(clean, at_zero[index, part], own)
-
-        def norm(index: int, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-            gate = None if out is None else row(index - 1, 2)
-            return ops.ada_rms_norm(x, row(index, 0), row(index, 1), out, gate)
+        def norm(index: int) -> Norm:
+            own = self.modulation[step, index]
+            if clean is None:
+                return Norm(*own)
+            return Norm(
+                *(torch.where(clean, zero, row) for zero, row in zip(self.modulation[-1, index], own, strict=True))
+            )
 
         return norm
 

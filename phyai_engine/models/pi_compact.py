@@ -2,48 +2,123 @@
 
 Masked tokens take no position and nobody sees them, so a row that starts with its valid tokens and ends there gives
 the same actions. A batch is as long as its longest row; what stands behind a shorter row's tokens is computed and
-hidden by ``lengths``.
+hidden by ``valid``. All of it follows from the masks, on the host: the device is told where tokens stand, and a
+captured graph of a larger shape takes what is arranged for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+from phyai_engine.models.pi_options import PiOptions
+from phyai_engine.types import BufferSpec
+
+Inputs = Mapping[str, NDArray[Any]]
+
+
+class BatchShape(NamedTuple):
+    """Sizes of one batch on the device: rows, images encoded for all of them, prefix tokens of each."""
+
+    batch: int
+    images: int
+    length: int
+
+    def holds(self, other: BatchShape) -> bool:
+        """Whether a batch of the other shape can be arranged in this one."""
+        return self.batch == other.batch and self.images >= other.images and self.length >= other.length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Which tokens a batch of prefixes holds, on the device.
+    """Which tokens a batch of prefixes holds.
 
     :param mask: [B, C*T + P] bool: the valid tokens, cameras in order, then the prompt.
-    :param present: [M] int64: cameras to encode, as rows of [B*C].
+    :param present: [M] int64: cameras to encode, as rows of [B*C]. :param valid: [B] int64: tokens that count.
     :param source: [B, L] int64: column j of row b is this row of [M*T encoded image tokens, then B*P prompt tokens];
         behind ``valid`` it is some row.
-    :param valid: [B] int64: tokens of each row that count.
     """
 
-    mask: Tensor
-    present: Tensor
-    source: Tensor
-    valid: Tensor
+    mask: NDArray[np.bool_]
+    present: NDArray[np.int64]
+    source: NDArray[np.int64]
+    valid: NDArray[np.int64]
 
 
-def compact(image_mask: Tensor, token_mask: Tensor, image_tokens: int) -> Layout:
-    """Waits for the device once, to learn which cameras are there and how long the longest row is.
+def shape_of(image_mask: NDArray[np.bool_], token_mask: NDArray[np.bool_], image_tokens: int) -> BatchShape:
+    """The smallest shape of a batch. :param image_mask: [B, C]. :param token_mask: [B, P]. :param image_tokens: T."""
+    tokens = image_mask.sum(axis=1) * image_tokens + token_mask.sum(axis=1)
+    return BatchShape(len(image_mask), int(image_mask.sum()), max(1, int(tokens.max())))
 
-    :param image_mask: [B, C] bool. :param token_mask: [B, P] bool. :param image_tokens: T, of one camera.
+
+def arrange(
+    image_mask: NDArray[np.bool_], token_mask: NDArray[np.bool_], image_tokens: int, shape: BatchShape | None = None
+) -> Layout:
+    """Where the tokens of a batch go. :param shape: one that holds the batch; its own unless given."""
+    shape = shape or shape_of(image_mask, token_mask, image_tokens)
+    batch, cameras = image_mask.shape
+    mask = np.concatenate((image_mask.repeat(image_tokens, axis=1), token_mask), axis=1)
+    present = np.zeros(shape.images, np.int64)
+    found = np.flatnonzero(image_mask)
+    present[: len(found)] = found
+    slots = (image_mask.ravel().cumsum() - 1).clip(min=0).reshape(batch, cameras, 1)
+    pictures = (slots * image_tokens + np.arange(image_tokens)).reshape(batch, -1)
+    words = shape.images * image_tokens + np.arange(token_mask.size).reshape(token_mask.shape)
+    order = np.argsort(~mask, axis=1, kind="stable")[:, : shape.length]
+    source = np.concatenate((pictures, words), axis=1)
+    # Without any image, what stands for masked pictures points behind the pool; a shorter row's end may hold it.
+    source = np.take_along_axis(source, order, axis=1).clip(max=shape.images * image_tokens + token_mask.size - 1)
+    return Layout(mask, present, source, mask.sum(axis=1))
+
+
+# --- shapes for captured graphs ---
+
+
+def captured_shapes(options: PiOptions, batches: Sequence[int]) -> list[BatchShape]:
+    """Shapes to capture, largest first: for a single row each number of cameras with each prompt bucket, for more rows
+    all cameras with the longest prompt.
     """
-    device, (batch, cameras) = image_mask.device, image_mask.shape
-    host = torch.cat((image_mask, token_mask), dim=1).cpu()
-    seen, said = host[:, :cameras], host[:, cameras:]
-    mask = torch.cat((seen.repeat_interleave(image_tokens, dim=1), said), dim=1)
-    valid = mask.sum(dim=1)
-    present = seen.flatten().nonzero().flatten()
-    slots = (seen.flatten().cumsum(dim=0) - 1).clamp(min=0).view(batch, cameras, 1)
-    pictures = (slots * image_tokens + torch.arange(image_tokens)).flatten(1)
-    words = len(present) * image_tokens + torch.arange(said.numel()).view(said.shape)
-    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(valid.max()))]
-    source = torch.cat((pictures, words), dim=1).gather(1, order)
-    return Layout(mask.to(device), present.to(device), source.to(device), valid.to(device))
+    cameras, tokens = len(options.cameras), options.image_tokens
+    prompts = sorted({min(size, options.prompt_len) for size in (*options.prompt_buckets, options.prompt_len)})
+    shapes = {BatchShape(b, b * cameras, cameras * tokens + options.prompt_len) for b in batches}
+    if 1 in batches:
+        shapes |= {BatchShape(1, seen, seen * tokens + said) for seen in range(1, cameras + 1) for said in prompts}
+    return sorted(shapes, reverse=True)
+
+
+def staged(options: PiOptions, shape: BatchShape) -> dict[str, BufferSpec]:
+    """What a batch of that shape brings to the device, whole shapes."""
+    size, (batch, images, length) = options.image_size, shape
+    prefix = len(options.cameras) * options.image_tokens + options.prompt_len
+    specs = {
+        "images": BufferSpec((images, 3, size, size), "float32"),
+        "tokens": BufferSpec((batch, options.prompt_len), "int64"),
+        "source": BufferSpec((batch, length), "int64"),
+        "valid": BufferSpec((batch,), "int64"),
+        "mask": BufferSpec((batch, prefix), "bool"),
+    }
+    return specs | ({"state": BufferSpec((batch, options.action_dim), "float32")} if options.variant == "pi0" else {})
+
+
+def stage(options: PiOptions, shape: BatchShape, rows: Sequence[Inputs], into: Mapping[str, NDArray[Any]]) -> None:
+    """Write a batch into host arrays as ``staged`` has them. Images of masked cameras are not touched.
+
+    :param into: where the last batch still stands: equal masks have an equal layout, which is then left as it is.
+    """
+    image_mask, token_mask = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
+    mask = np.concatenate((image_mask.repeat(options.image_tokens, axis=1), token_mask), axis=1)
+    if not np.array_equal(mask, into["mask"]):
+        layout = arrange(image_mask, token_mask, options.image_tokens, shape)
+        into["source"][:], into["valid"][:], into["mask"][:] = layout.source, layout.valid, layout.mask
+    cameras = image_mask.shape[1]
+    for i, place in enumerate(np.flatnonzero(image_mask)):
+        into["images"][i] = rows[place // cameras]["images"][place % cameras]
+    for i, row in enumerate(rows):
+        # What stands under a false mask may be anything, and beyond the vocabulary.
+        into["tokens"][i] = np.where(row["token_mask"], row["tokens"], 0)
+        if "state" in into:
+            into["state"][i] = row["state"]

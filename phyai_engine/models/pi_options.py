@@ -25,6 +25,8 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param time_rule: how the flow times are rounded: ``accumulate`` (openpi) or ``direct`` (lerobot).
     :param min_period, max_period: of the time embedding's sinusoids, in flow time.
     :param kernels: which operators run: layers/ops.py.
+    :param graphs: ``auto`` captures CUDA graphs on an accelerator at load, ``none`` never.
+    :param prompt_buckets: prompt lengths that graphs are captured for, beside ``prompt_len``; a prompt takes the next.
     """
 
     variant: Literal["pi0", "pi05"] = "pi05"
@@ -59,6 +61,8 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     min_period: Positive = 4e-3
     max_period: Positive = 4.0
     kernels: Literal["auto", "triton", "reference"] = "auto"
+    graphs: Literal["auto", "none"] = "auto"
+    prompt_buckets: tuple[Count, ...] = (16, 48, 96)
 
     def __post_init__(self) -> None:
         rules = (

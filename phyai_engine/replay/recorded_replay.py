@@ -66,7 +66,9 @@ class TracedPolicy:
         self._model = policy.runner.model
         self._columns = len(robot.actions)
         self._steps: list[tuple[F32, F32]] = []
-        self._policy = Policy(policy.adapter, Runner(self._model, on_step=self._on_step), policy.note)
+        own = policy.runner
+        runner = Runner(self._model, on_step=self._on_step, guidance=own.guidance, graphs=own.graphs)
+        self._policy = Policy(policy.adapter, runner, policy.note)
         self.note = policy.note
         self.times = policy.spec.times
         self._policy.warm_up(2)

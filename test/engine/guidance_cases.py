@@ -41,7 +41,7 @@ def pi05_tiny(name: str = "pi05_tiny") -> Case:
     """The golden folder's weights and both its samples."""
     folder = GOLDEN / name
     config, recorded = golden._read(folder)
-    model, rows, _ = golden._pi_setup(folder, config, recorded)
+    model, rows, _ = golden._pi_setup(folder, config, recorded, "cpu")
     inputs = {key: torch.stack([torch.from_numpy(row.inputs[key]) for row in rows]) for key in rows[0].inputs}
     reference = plain.PlainPi(model.options, load_file(folder / "model.safetensors"))
     state = {"state": torch.zeros(len(rows), model.options.action_dim)}

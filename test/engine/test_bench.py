@@ -69,6 +69,8 @@ def test_a_demo_model_is_measured_phase_by_phase(model: str, tmp_path: Path) -> 
     within = sum(figures.p50_ms for figures in result.phases.values())
     assert 0.5 * result.end_to_end.p50_ms < within <= result.end_to_end.p50_ms
     assert result.steps_sum.p50_ms == pytest.approx(sum(result.phases[step].p50_ms for step in STEPS))
+    inside = [figures.p50_ms for name, figures in result.phases.items() if name not in ("encode", "decode")]
+    assert result.model.p50_ms == pytest.approx(sum(inside))
     assert (result.steps.n, result.steps_sum.n, result.end_to_end.n) == (10, 1, 1)
     assert result.warm_up.first_ms is not None
     assert result.warm_up.others_ms == ()
@@ -85,7 +87,7 @@ def test_a_demo_model_is_measured_phase_by_phase(model: str, tmp_path: Path) -> 
     assert text.rstrip().endswith("┘"), "the table is the last thing printed"
     assert [*rows(text)] == [
         *("pre-processing", "copy in", "vision", "prefix", "step 0"),
-        *("each of 10 steps", "all steps", "copy out", "decode", "end to end"),
+        *("each of 10 steps", "all steps", "copy out", "decode", "copy in to copy out", "end to end"),
     ]
     assert rows(text)["end to end"] == ["1", *3 * [f"{result.end_to_end.p50_ms:.2f}"]]
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from phyai_engine import __version__
 from phyai_engine import doctor as doctor_module
 from phyai_engine import golden as golden_module
+from phyai_engine import tune as tune_module
 from phyai_engine.cli import app
 from phyai_engine.errors import ConfigError
 from phyai_engine.replay.record import Record, StepRow
@@ -43,16 +44,24 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("answer", [0, 1, 2])
 def test_golden_passes_its_arguments_and_the_answer_on(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
-    seen: list[tuple[str, bool]] = []
+    seen: list[tuple[str, bool, str]] = []
 
-    def command(folder: str, first_bad: bool) -> int:
-        seen.append((folder, first_bad))
+    def command(folder: str, first_bad: bool, device: str) -> int:
+        seen.append((folder, first_bad, device))
         return answer
 
     monkeypatch.setattr(golden_module, "golden_command", command)
     assert run("golden", "some/folder")[0] == answer
-    assert run("golden", "some/folder", "--first-bad")[0] == answer
-    assert seen == [("some/folder", False), ("some/folder", True)]
+    assert run("golden", "some/folder", "--first-bad", "--device", "cuda")[0] == answer
+    assert seen == [("some/folder", False, "cpu"), ("some/folder", True, "cuda")]
+
+
+def test_tune_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(tune_module, "tune_command", lambda *arguments: seen.append(arguments) or 0)
+    assert run("tune")[0] == 0
+    assert run("tune", "pi05", "--device", "cpu", "--out", "x.yaml")[0] == 0
+    assert seen == [(["pi05", "pi0"], "auto", None), (["pi05"], "cpu", Path("x.yaml"))]
 
 
 def test_golden_runs_a_committed_folder() -> None:

@@ -30,6 +30,12 @@ def test_every_recorded_array_passes_in_every_mode() -> None:
     assert {suffix: value <= ENDS[suffix] for suffix, value in worst.items()} == dict.fromkeys(ENDS, True), worst
 
 
+@pytest.mark.parametrize("device", ["auto", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torchs_arrays_pass_too(device: Any) -> None:
+    report = run_golden(FOLDER, device)
+    assert report.passed, report.first_bad
+
+
 # Far below the gates, so that a mistake of their size would be seen: fp32 and fp64 rounding of chunks of size 3.
 ENDS = {"/chunk": 3e-6, "/vjp_chunk": 1e-12, "/vjp_chunk fp32": 5e-6, "/vjp_correction": 1e-12}
 

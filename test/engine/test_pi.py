@@ -185,9 +185,9 @@ def test_text_is_scaled_and_images_are_not() -> None:
     options = small()
     model = PiModel.random(options, seed=1)
     inputs = inputs_of(options)
-    tokens, layout = model.embed(inputs)
-    images = 3 * options.image_tokens
-    assert layout.mask.shape == (2, images + options.prompt_len)
+    arranged = model.arranged(inputs)
+    tokens, images = model.embed(arranged), 3 * options.image_tokens
+    assert arranged["mask"].shape == (2, images + options.prompt_len)
     assert tokens.shape == (2, images + 5, options.width)
     rows = random_tensors(options, seed=1)[EMBEDDING][inputs["tokens"][:, :5]]
     assert torch.equal(tokens[:, images:], rows * math.sqrt(options.width))
@@ -389,10 +389,13 @@ def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> 
     """Operator, dtype and sizes of every call of one request, as OpShape has them."""
     made: set[tuple[str, torch.dtype, Any]] = set()
     sizes: dict[str, Callable[..., tuple[int, ...]]] = {
-        "linear": lambda x, weight, bias=None: (x[..., 0].numel(), weight.shape[1], weight.shape[0]),
-        "gelu_mul": lambda x: (x[..., 0].numel(), x.shape[-1] // 2),
-        "split_rotate": lambda x, table, keys, values, start, heads: (
-            *x.shape[:2], heads, keys.shape[1], keys.shape[3], keys.shape[2]
+        **dict.fromkeys(
+            ("linear", "linear_gelu", "linear_norm"),
+            lambda x, weight, *_: (x[..., 0].numel(), weight.shape[1], weight.shape[0]),
+        ),
+        "gated_up": lambda x, weight: (x[..., 0].numel(), weight.shape[1], weight.shape[0] // 2),
+        "project_rotate": lambda x, weight, table, keys, values, start, heads: (
+            *x.shape, heads, keys.shape[1], keys.shape[3], keys.shape[2]
         ),
         "attend": lambda q, keys, values, lengths=None: (
             *q.shape[:2], keys.shape[1], q.shape[2], keys.shape[2], q.shape[3]
@@ -427,6 +430,6 @@ def test_the_listed_operator_calls_are_those_that_are_made(options: PiOptions) -
     model, inputs = PiModel.random(options, seed=0), inputs_of(options, batch=1)
     inputs["token_mask"][:] = True
     made = recorded_calls(model, inputs, noise_of(options, batch=1))
-    unlisted = {(op, dtype, dims) for op, dtype, dims in made if op == "split_rotate" and dims[2] == 0}
+    unlisted = {(op, dtype, dims) for op, dtype, dims in made if op == "project_rotate" and dims[3] == 0}
     assert unlisted  # K and V of a last layer, without queries: OpShape has no such size
     assert made - unlisted == {(shape.op, shape.dtype, shape.dims) for shape in op_shapes(options, model.dtype)}

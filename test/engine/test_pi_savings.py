@@ -240,18 +240,18 @@ def test_the_last_prefix_layer_stops_at_its_keys_and_values(variant: str) -> Non
 def counted(model: PiModel) -> dict[str, list[int]]:
     """Tokens of every call of the model's operators: [tokens per row] of K/V writes, images of vision attention."""
     calls: dict[str, list[int]] = {"written": [], "images": []}
-    split_rotate, attend = model.ops.split_rotate, model.ops.attend
+    project_rotate, attend = model.ops.project_rotate, model.ops.attend
 
-    def write(qkv: Tensor, *rest: Any) -> Tensor:
-        calls["written"].append(qkv.shape[1])
-        return split_rotate(qkv, *rest)
+    def write(x: Tensor, *rest: Any) -> Tensor:
+        calls["written"].append(x.shape[1])
+        return project_rotate(x, *rest)
 
     def look(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> Tensor:
         if lengths is None:
             calls["images"].append(len(query))
         return attend(query, keys, values, lengths)
 
-    model.ops = dataclasses.replace(model.ops, split_rotate=write, attend=look)
+    model.ops = dataclasses.replace(model.ops, project_rotate=write, attend=look)
     return calls
 
 
@@ -373,6 +373,7 @@ def test_a_step_waits_for_nothing(variant: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a prototype, says torch
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cuda_equals_the_plain_forward_pass_and_its_steps_do_not_wait(variant: str) -> None:
     options = small(variant, kernels="reference")

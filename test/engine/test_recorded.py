@@ -151,6 +151,13 @@ def test_the_same_engine_gives_the_same_bytes(plain: Path, capsys: pytest.Captur
     assert "The same: 6 of 6 chunks have the same actions, byte by byte." in capsys.readouterr().out
 
 
+def test_chunks_are_continued_as_the_recorded_model_does(recordings: ModuleType, tmp_path: Path) -> None:
+    model = {**recordings.Script().model, "rtc": {"guidance": "prefix_lock"}}
+    folder = recordings.write_recording(tmp_path / "run", recordings.Script(model=model))
+    with open_recording(folder) as recording:
+        assert replay_recorded(recording).equal
+
+
 def test_one_other_value_is_found(recordings: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Only of the last chunk: the next request continues what was recorded, and would differ too.
     folder = recordings.write_recording(tmp_path / "run", recordings.Script(changed={5: 1e-9}))

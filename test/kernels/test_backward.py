@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -12,12 +14,18 @@ from phyai_kernels import backward, reference
 from torch import Tensor
 
 from phyai_engine.errors import EngineError
-from phyai_engine.layers.ops import REFERENCE, Ops
+from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
+from phyai_engine.layers.self_check import TOLERANCES
 from phyai_engine.layers.tape import RULES, Call, Tape
+
+# On the way back autograd computes in a thread of its own, where torch says so once.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 
 OPERATORS = [f.name for f in fields(Ops) if f.name != "reasons"]
 # |error| over the largest value: autograd rounds elsewhere, and its bfloat16 twin is fp32.
+# Arguments without a gradient that have the activation dtype too: weights and biases of products.
+ACTIVATIONS = {"linear": (1, 2), "linear_gelu": (1, 2), "linear_norm": (1,), "gated_up": (1,), "layer_norm": (4,)}
 ALLOWED = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
@@ -58,7 +66,16 @@ def cases(op: str, place: torch.device) -> list[tuple[tuple[Any, ...], tuple[int
             ((normal(3, 9), normal(9), normal(9), normal(3, 9), normal(9)), (0, 3)),
             ((normal(3, 9), normal(3, 9), normal(3, 9), normal(3, 9), normal(3, 9)), (0, 3)),  # a row per token
         ],
-        "layer_norm": [((normal(3, 9) + 2, normal(9), normal(9)), (0,))],
+        "layer_norm": [
+            ((normal(3, 9) + 2, normal(9), normal(9)), (0,)),
+            ((normal(3, 9) + 2, normal(9), normal(9), normal(3, 9), normal(9)), (0, 3)),
+        ],
+        "linear_gelu": [((normal(2, 3, 7), normal(5, 7), normal(5)), (0,))],
+        "linear_norm": [
+            ((normal(3, 7), normal(9, 7), normal(3, 9), normal(9)), (0, 2)),
+            ((normal(3, 7), normal(9, 7), normal(3, 9), normal(9), normal(9), normal(9)), (0, 2)),
+        ],
+        "gated_up": [((normal(3, 7), normal(10, 7)), (0,))],
     }
     return [(tuple(arg.to(place) for arg in args), places) for args, places in found[op]]
 
@@ -84,10 +101,12 @@ def test_every_operator_has_its_rule() -> None:
 
 
 @pytest.mark.parametrize("dtype", ALLOWED, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("op", ["linear", "gelu_mul", "rms_norm", "ada_rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    "op", ["linear", "gelu_mul", "rms_norm", "ada_rms_norm", "layer_norm", "linear_gelu", "linear_norm", "gated_up"]
+)
 def test_it_is_the_gradient_of_the_reference(op: str, dtype: torch.dtype, place: torch.device) -> None:
     for drawn, places in cases(op, place):
-        args = cast(drawn, (*places, *((1, 2) if op == "linear" else ())), dtype)
+        args = cast(drawn, (*places, *ACTIVATIONS.get(op, ())), dtype)
         outputs = tuple_of(getattr(reference, op)(*args))
         grads = tuple(torch.randn_like(output) for output in outputs)
         wide = tuple(
@@ -103,7 +122,7 @@ def test_it_is_the_gradient_of_the_reference(op: str, dtype: torch.dtype, place:
             agree(found[id(args[i])], expected, dtype)
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "ada_rms_norm"])
+@pytest.mark.parametrize("op", ["rms_norm", "ada_rms_norm", "layer_norm", "linear_norm"])
 def test_a_result_that_nothing_follows_adds_nothing(op: str, place: torch.device) -> None:
     args, _ = cases(op, place)[1]
     outputs = getattr(reference, op)(*args)
@@ -142,7 +161,6 @@ def test_attention_gives_query_and_own_columns(lengths: Any, dtype: torch.dtype,
 def test_rotation_is_turned_back(dtype: torch.dtype, place: torch.device) -> None:
     qkv, table, keys, values, start = rotation(place)
     qkv, keys, values = qkv.to(dtype), keys.to(dtype), values.to(dtype)
-    query = reference.split_rotate(qkv, table, keys, values, start, 4)
     grads = [torch.randn((2, n, 3, 8), device=place).to(dtype) for n in (4, 2, 2)]
     found = backward.split_rotate(*grads, table)
     wide = qkv.float().requires_grad_()
@@ -150,7 +168,10 @@ def test_rotation_is_turned_back(dtype: torch.dtype, place: torch.device) -> Non
     query = reference.split_rotate(wide, table, *slabs, start, 4)
     at = (start[:, None] + torch.arange(3, device=place))[:, None, :, None].expand(2, 2, 3, 8)
     outputs = (query, *(slab.gather(2, at) for slab in slabs))
-    agree(found, torch.autograd.grad(outputs, wide, [grad.float() for grad in grads])[0], dtype)
+    wanted = torch.autograd.grad(outputs, wide, [grad.float() for grad in grads])[0]
+    agree(found, wanted, dtype)
+    weight = normal(64, 10).to(place).to(dtype)
+    agree(backward.project_rotate(*grads, weight, table), wanted @ weight.float(), dtype)
 
 
 def rotation(place: torch.device) -> tuple[Any, ...]:
@@ -163,7 +184,18 @@ def rotation(place: torch.device) -> tuple[Any, ...]:
 
 
 def layer(ops: Ops, x: Tensor, rest: tuple[Any, ...], weights: list[Tensor]) -> Tensor:
-    """One layer as an expert has it: the residual stream is used twice, and the next norm adds the last output."""
+    """One layer as an expert has it: the residual stream is used twice."""
+    table, keys, values, start, lengths = rest
+    stream, normed = ops.ada_rms_norm(x, weights[0], weights[1])
+    query = ops.project_rotate(normed, weights[2], table, keys, values, start, 4)
+    attended = ops.attend(query, keys, values, lengths)
+    stream, normed = ops.linear_norm(attended, weights[3], stream, weights[0], weights[1], weights[4])
+    inner = ops.gated_up(normed, weights[5])
+    return ops.linear_norm(inner, weights[6], stream, weights[1])[1]
+
+
+def unfused_layer(ops: Ops, x: Tensor, rest: tuple[Any, ...], weights: list[Tensor]) -> Tensor:
+    """The same of smaller operators: the next norm adds the last output."""
     table, keys, values, start, lengths = rest
     stream, normed = ops.ada_rms_norm(x, weights[0], weights[1])
     query = ops.split_rotate(ops.linear(normed, weights[2]), table, keys, values, start, 4)
@@ -180,10 +212,11 @@ def layer_arguments(place: torch.device) -> tuple[Tensor, tuple[Any, ...], list[
     return normal(2, 3, 10).to(place), (table, keys, values, start, start + 3), weights
 
 
-def test_a_layer_through_the_tape(place: torch.device) -> None:
+@pytest.mark.parametrize("form", [layer, unfused_layer])
+def test_a_layer_through_the_tape(place: torch.device, form: Callable[..., Tensor]) -> None:
     x, rest, weights = layer_arguments(place)
     tape = Tape(REFERENCE)
-    y = layer(tape.ops, x, rest, weights)
+    y = form(tape.ops, x, rest, weights)
     grad = torch.randn_like(y)
     leaf = x.clone().requires_grad_()
     table, keys, values, start, lengths = rest
@@ -191,6 +224,22 @@ def test_a_layer_through_the_tape(place: torch.device) -> None:
         layer(REFERENCE, leaf, (table, keys.clone(), values.clone(), start, lengths), weights), leaf, grad
     )[0]
     agree(tape.pull(y, grad, x), wanted, torch.float32)
+
+
+def test_the_tape_through_fused_forms(device: torch.device) -> None:
+    """What a fused form returns is what its rule takes."""
+    x, rest, weights = layer_arguments(device)
+    sizes = {"ada_rms_norm": [(6, 10)], "project_rotate": [(2, 3, 10, 4, 2, 8, 14)], "attend": [(2, 4, 2, 3, 14, 8)]}
+    sizes |= {"linear_norm": [(6, 32, 10), (6, 12, 10)], "gated_up": [(6, 10, 12)]}
+    shapes = [OpShape(op, torch.float32, dims) for op, each in sizes.items() for dims in each]
+    bound = load_ops("triton", device=device, shapes=shapes)
+    for op in sizes:
+        assert getattr(bound, op).__module__ == f"phyai_kernels.{op}", bound.reasons[op]
+    grad, found = torch.randn_like(x), []
+    for ops in (bound, REFERENCE):
+        tape = Tape(ops)
+        found.append(tape.pull(layer(tape.ops, x, rest, weights), grad, x))
+    assert (found[0] - found[1]).abs().max() <= TOLERANCES[torch.float32] * found[1].abs().max()
 
 
 def test_keys_that_nothing_here_wrote_are_constants(place: torch.device) -> None:
@@ -201,6 +250,19 @@ def test_keys_that_nothing_here_wrote_are_constants(place: torch.device) -> None
     leaf = query.clone().requires_grad_()
     wanted = torch.autograd.grad(reference.attend(leaf, keys, values, lengths), leaf, grad)[0]
     agree(found, wanted, torch.float32)
+
+
+def test_a_tape_that_nobody_needs_lets_go_of_its_tensors(place: torch.device) -> None:
+    """At once, not when the collector comes: a captured step would keep its memory from the next one."""
+    gc.disable()
+    try:
+        tape = Tape(REFERENCE)
+        kept = weakref.ref(tape.ops.linear(torch.ones(1, 2, device=place), torch.ones(3, 2, device=place)))
+        assert kept() is not None
+        del tape
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_call_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,9 @@ from phyai_ros.parameters import (
     validate,
 )
 
-PROFILES = sorted((Path(__file__).resolve().parents[2] / "config" / "profiles").glob("*.yaml"))
+FOLDER = Path(__file__).resolve().parents[2] / "config" / "profiles"
+# Beside them stand measured profiles of accelerators, which are no parameters.
+PROFILES = sorted(path for path in FOLDER.glob("*.yaml") if "ros__parameters" in path.read_text(encoding="utf-8"))
 ROWS = {row.name: row for row in TABLE}
 
 

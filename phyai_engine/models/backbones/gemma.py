@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,21 @@ from torch import Tensor, nn
 from phyai_engine.layers.ops import Ops
 from phyai_engine.layers.rotary import Rotary
 
-Norm = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(index, residual stream, sub-layer output to add or None) -> (new stream, its normed form).
 
-Index 2i is layer i's norm before attention, 2i+1 before the MLP, 2*depth the final one.
-"""
+class Norm(NamedTuple):
+    """Vectors of one norm, [width] fp32 each.
+
+    :param scale: the gain's offset from 1. :param shift: None for a plain RMSNorm.
+    :param gate: of the sub-layer behind the norm; None adds its output as it is.
+    """
+
+    scale: Tensor
+    shift: Tensor | None = None
+    gate: Tensor | None = None
+
+
+Norms = Callable[[int], Norm]
+"""Index -> norm: 2i is layer i's before attention, 2i+1 before the MLP, 2*depth the final one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,40 +107,41 @@ class GemmaStack(nn.Module):
         rows = 2 * options.depth + (-1 if only else 1)
         self.norms = nn.Parameter(torch.empty(rows, options.width)) if options.norms else None
 
-    def plain_norm(self, ops: Ops) -> Norm:
+    def plain_norm(self, index: int) -> Norm:
         """RMSNorm with the stack's own weights."""
-        weights = cast("Tensor", self.norms)
-        return lambda index, x, out: ops.rms_norm(x, weights[index], out)
+        return Norm(cast("Tensor", self.norms)[index])
 
-    def forward(self, x: Tensor, span: Span, norm: Norm, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
         """Final-normed hidden states. :param x: [B, S, width]. :return: the same shape."""
-        out: Tensor | None = None
-        for i in range(self.options.depth):
-            x, out = self._layer(i, x, out, span, norm, ops)
-        return norm(2 * self.options.depth, x, out)[1]
+        return self._run(self.options.depth, x, span, norms, ops)
 
-    def fill(self, x: Tensor, span: Span, norm: Norm, ops: Ops) -> None:
+    def fill(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> None:
         """Only write the K/V of every layer: nothing past those of the last layer is computed.
 
         :param x: [B, S, width].
         """
-        last, out = self.options.depth - 1, None
-        for i in range(last):
-            x, out = self._layer(i, x, out, span, norm, ops)
-        _, normed = norm(2 * last, x, out)
-        rows = 2 * self.options.kv_heads * self.options.head_dim
-        qkv = ops.linear(normed, self._at(last).qkv.weight[-rows:])
-        ops.split_rotate(qkv, span.rotary, span.keys[last], span.values[last], span.start, 0)
+        last = self.options.depth - 1
+        normed = self._run(last, x, span, norms, ops)
+        weight = self._at(last).qkv.weight[-2 * self.options.kv_heads * self.options.head_dim :]
+        ops.project_rotate(normed, weight, span.rotary, span.keys[last], span.values[last], span.start, 0)
+
+    def _run(self, count: int, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
+        """The first ``count`` layers. :return: the stream as the norm behind them leaves it."""
+        scale, shift, _ = norms(0)
+        _, normed = ops.rms_norm(x, scale) if shift is None else ops.ada_rms_norm(x, scale, shift)
+        for i in range(count):
+            x, normed = self._layer(i, x, normed, span, norms, ops)
+        return normed
 
     def _at(self, index: int) -> _Layer:
         return cast("Sequence[_Layer]", self.layers)[index]
 
-    def _layer(self, i: int, x: Tensor, out: Tensor | None, span: Span, norm: Norm, ops: Ops) -> tuple[Tensor, Tensor]:
-        """The residual stream before the MLP's output, and that output: the next norm adds them."""
+    def _layer(self, i: int, x: Tensor, normed: Tensor, span: Span, norms: Norms, ops: Ops) -> tuple[Tensor, Tensor]:
+        """The residual stream behind layer i, and its form normed for what follows."""
         layer, keys, values = self._at(i), span.keys[i], span.values[i]
-        x, normed = norm(2 * i, x, out)
-        qkv = ops.linear(normed, layer.qkv.weight)
-        query = ops.split_rotate(qkv, span.rotary, keys, values, span.start, self.options.heads)
+        before, between, behind = (norms(2 * i + j) for j in range(3))
+        query = ops.project_rotate(normed, layer.qkv.weight, span.rotary, keys, values, span.start, self.options.heads)
         attended = ops.attend(query, keys, values, span.lengths)
-        x, normed = norm(2 * i + 1, x, ops.linear(attended, layer.o.weight))
-        return x, ops.linear(ops.gelu_mul(ops.linear(normed, layer.gate_up.weight)), layer.down.weight)
+        x, normed = ops.linear_norm(attended, layer.o.weight, x, between.scale, between.shift, before.gate)
+        inner = ops.gated_up(normed, layer.gate_up.weight)
+        return ops.linear_norm(inner, layer.down.weight, x, behind.scale, behind.shift, between.gate)

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from phyai_engine.layers.ops import Ops
 
@@ -64,13 +63,14 @@ class Siglip(nn.Module):
         """
         embedded = ops.linear(self._patches(images), self.patch.weight, self.patch.bias)
         x = (embedded + self.position).to(self.dtype)
+        added: tuple[Tensor, ...] = ()  # product and bias of the sub-layer before: the next norm adds them
         for layer in cast("Sequence[_Layer]", self.layers):
-            normed = ops.layer_norm(x, layer.layer_norm1.weight, layer.layer_norm1.bias)
-            x = x + self._attention(layer, normed, ops)
-            normed = ops.layer_norm(x, layer.layer_norm2.weight, layer.layer_norm2.bias)
-            inner = functional.gelu(ops.linear(normed, layer.fc1.weight, layer.fc1.bias), approximate="tanh")
-            x = x + ops.linear(inner, layer.fc2.weight, layer.fc2.bias)
-        return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias)
+            x, normed = ops.layer_norm(x, layer.layer_norm1.weight, layer.layer_norm1.bias, *added)
+            added = ops.linear(self._attention(layer, normed, ops), layer.out.weight), layer.out.bias
+            x, normed = ops.layer_norm(x, layer.layer_norm2.weight, layer.layer_norm2.bias, *added)
+            inner = ops.linear_gelu(normed, layer.fc1.weight, layer.fc1.bias)
+            added = ops.linear(inner, layer.fc2.weight), layer.fc2.bias
+        return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias, *added)[1]
 
     def _patches(self, images: Tensor) -> Tensor:
         """[N, tokens, 3 * patch**2], each patch flattened colour, row, column: the convolution as one matrix."""
@@ -82,4 +82,5 @@ class Siglip(nn.Module):
         qkv = ops.linear(normed, layer.qkv.weight, layer.qkv.bias)
         split = qkv.view(*qkv.shape[:2], 3, self.options.heads, -1)
         query, keys, values = split.permute(2, 0, 3, 1, 4)
-        return ops.linear(ops.attend(query, keys, values), layer.out.weight, layer.out.bias)
+        attended: Tensor = ops.attend(query, keys, values)
+        return attended
