@@ -46,7 +46,7 @@ def test_rtc_continues_what_naive_execution_jumps_away_from(make_rig: Make) -> N
         # Frozen rows hold where the handoff was in time.
         in_time = [t for t in heard.timings[1:] if t.delay_steps <= t.delay_predicted_steps]
         assert len(in_time) >= 6 and np.isfinite([t.jerk for t in heard.timings[1:]]).all()
-        ratios[schedule] = max(t.jump_ratio for t in in_time)
+        ratios[schedule] = float(np.median([t.jump_ratio for t in in_time]))
         rig.until(lambda rig=rig: rig.status.jump_ratio_p99 > 0)
         assert np.isfinite([rig.status.jerk_p99, rig.status.action_age_p99_s]).all()
         if schedule == "rtc":
@@ -54,7 +54,8 @@ def test_rtc_continues_what_naive_execution_jumps_away_from(make_rig: Make) -> N
             ages = [t.age_last_s for t in heard.timings[2:]]
             assert 8 * 0.02 < np.median(ages) < 16 * 0.02 + 0.2  # s rows and a delay old
         rig.node.trigger_deactivate()
-    assert ratios["naive_async"] > 3.0 and ratios["rtc"] < ratios["naive_async"] / 2, ratios
+    # Medians: the largest of a dozen is luck.
+    assert ratios["naive_async"] > 2.0 and ratios["rtc"] < ratios["naive_async"] / 1.5, ratios
 
 
 @pytest.mark.parametrize("schedule", ["naive_async", "rtc"])
