@@ -1,8 +1,8 @@
 """Writes a recording in a process of its own: ``python -m phyai_engine.replay.bag_writer``.
 
-Python's lock would make a control tick wait for a writer in its process. Here nobody waits: the process is niced, and
-what it reads from its standard input is all that it knows. When that ends, also because the other side was killed,
-it finishes the file. Started and fed by :mod:`phyai_ros.recorder`.
+Python's lock would make a control tick wait for a writer in its process. Here nobody waits: the process runs when
+nothing else wants the processor, and what it reads from its standard input is all that it knows. When that ends, also
+because the other side was killed, it finishes the file. Started and fed by :mod:`phyai_ros.recorder`.
 
 Input: a length (uint32) and a :class:`Plan` as JSON, then messages: :data:`FRAME` and the serialised bytes.
 Output: the line ``ready``, and at the end a :class:`Result` as JSON.
@@ -27,7 +27,6 @@ SIZE = struct.Struct("<I")
 READY = b"ready\n"
 CHUNK_BYTES = 1 << 20
 """What rosbags' writer collects before it writes: lost when this process is killed."""
-NICE = 10
 
 
 class Plan(Struct, frozen=True):
@@ -118,7 +117,7 @@ def main() -> int:
     """Exit code 0: the file is whole."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the end of the input says when to end
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # what drives the robot goes first
     stream, answer = sys.stdin.buffer, sys.stdout.buffer
     plan = msgspec.json.decode(stream.read(SIZE.unpack(stream.read(SIZE.size))[0]), type=Plan)
     written: Sequence[int] = [0] * len(plan.topics)
