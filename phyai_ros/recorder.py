@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +32,10 @@ PIPE_BYTES = MIB
 MESSAGE_BYTES = 4096
 """What a message that is not serialised yet counts for in the queue."""
 CLOSE_S = 5.0
-BATCH_S = 0.05
-"""The recording's thread takes what came in so long at once: woken by every message it would ask for Python's lock
-hundreds of times a second, often just when a control tick needs it."""
+LOOK_S = 0.5
+"""How soon it is seen that the writer ended by itself."""
 
 Content = bytes | Callable[[], bytes]
-Entry = tuple[str, int, int, Content]
-"""Topic, ROS time [ns], what it counts for in the queue [bytes], and the message."""
 
 
 class Recorder:
@@ -61,7 +56,7 @@ class Recorder:
         _check_rosbags()
         self._kinds: dict[str, type[Any]] = {}
         self._places: dict[str, int] = {}
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[tuple[str, int, int, Content]] = deque()
         self._queued_bytes = 0
         self._lock = threading.Condition()
         self._ended = False  # nothing is taken any more
@@ -95,7 +90,7 @@ class Recorder:
         with contextlib.suppress(OSError):  # where the host allows less, the queue waits instead
             fcntl.fcntl(writer.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         try:
-            _write(writer.stdin.fileno(), [SIZE.pack(len(plan)), plan])
+            _write(writer, SIZE.pack(len(plan)) + plan)
             line = writer.stdout.readline()
             if line != READY:
                 raise ConfigError("the recording cannot be made", got=_state(line), where=self.folder)
@@ -120,6 +115,7 @@ class Recorder:
                 return
             self._queue.append((topic, now, size, content))
             self._queued_bytes += size
+            self._lock.notify()
 
     def close(self) -> None:
         """Write what is queued and finish the file, within CLOSE_S. Idempotent."""
@@ -153,36 +149,32 @@ class Recorder:
         assert writer.stdout is not None
         # BrokenPipeError: the writer ended by itself, and says why.
         with contextlib.suppress(BrokenPipeError):
-            while writer.poll() is None:
-                ended, batch = self._taken()
-                self._hand_over(writer.stdin.fileno(), batch)
-                if ended and not batch:
-                    break
+            while (entry := self._next()) is not None:
+                topic, at_ns, _, content = entry
+                ours = not isinstance(content, bytes)
+                written = content() if callable(content) else content
+                with self._lock:
+                    self._handed[topic] += 1
+                _write(writer, FRAME.pack(self._places[topic], at_ns, len(written), ours))
+                _write(writer, written)
         with contextlib.suppress(BrokenPipeError):
             writer.stdin.close()
         with writer.stdout:
             line = writer.stdout.readline()
         self._conclude(line, writer.wait())
 
-    def _taken(self) -> tuple[bool, list[Entry]]:
-        """Whether the recording has ended, and what waits. It counts for the queue until it is handed over."""
+    def _next(self) -> tuple[str, int, int, Content] | None:
+        """The oldest that waits; None once nothing more will be written."""
+        assert self.writer is not None
         with self._lock:
-            if not self._ended:
-                self._lock.wait(BATCH_S)
-            batch = list(self._queue)
-            self._queue.clear()
-            return self._ended, batch
-
-    def _hand_over(self, pipe: int, batch: Sequence[Entry]) -> None:
-        buffers: list[bytes] = []
-        for topic, at_ns, _, content in batch:
-            message = content if isinstance(content, bytes) else content()
-            buffers += [FRAME.pack(self._places[topic], at_ns, len(message), content is not message), message]
-        with self._lock:
-            self._handed.update(topic for topic, *_ in batch)
-        _write(pipe, buffers)
-        with self._lock:
-            self._queued_bytes -= sum(size for _, _, size, _ in batch)
+            while not self._lock.wait_for(lambda: self._queue or self._ended, LOOK_S):
+                if self.writer.poll() is not None:
+                    return None
+            if not self._queue:
+                return None
+            entry = self._queue.popleft()
+            self._queued_bytes -= entry[2]
+            return entry
 
     def _conclude(self, line: bytes, code: int) -> None:
         """The writer has ended: what it did not write is counted as dropped."""
@@ -209,16 +201,12 @@ def type_name(kind: type[Any]) -> str:
     return f"{kind.__module__.partition('.')[0]}/msg/{kind.__name__}"
 
 
-def _write(pipe: int, buffers: Sequence[bytes]) -> None:
-    """All of them: one call may take a part. Python's lock is free meanwhile."""
-    left = deque(memoryview(each) for each in buffers)
+def _write(writer: subprocess.Popen[bytes], content: bytes) -> None:
+    """All of it: one call may take a part. Python's lock is free meanwhile."""
+    assert writer.stdin is not None
+    left = memoryview(content)
     while left:
-        taken = os.writev(pipe, list(islice(left, 256)))
-        while taken:
-            if taken < len(left[0]):
-                left[0], taken = left[0][taken:], 0
-            else:
-                taken -= len(left.popleft())
+        left = left[writer.stdin.write(left) :]
 
 
 def _state(line: bytes) -> str:
