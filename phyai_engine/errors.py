@@ -18,7 +18,10 @@ Every message says what, got, wanted, where, and what to do.
 
 from __future__ import annotations
 
-from phyai_engine.types import Refusal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # numpy: the command line does without
+    from phyai_engine.types import Refusal
 
 
 class PhyaiError(Exception):
