@@ -90,5 +90,4 @@ def claims(study: Study) -> list[Claim]:
 
 def percent(cell: Cell) -> str:
     """Success in words: ``97.9 % [96.2, 98.8]``."""
-    s = cell.success
-    return f"{100 * s.share:.1f} % [{100 * s.low:.1f}, {100 * s.high:.1f}]"
+    return str(cell.success)

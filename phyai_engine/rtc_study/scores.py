@@ -7,33 +7,13 @@ row of the same tick, as papers do, has no such row at d = s = H/2.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from phyai_engine.intervals import Interval, Spread, spread, wilson
 from phyai_engine.rtc_study.play import Played, Timeline
 from phyai_engine.types import F64
-
-Z95 = 1.959963984540054  # two-sided 95 % of the standard normal
-
-
-class Interval(Struct, frozen=True, forbid_unknown_fields=True):
-    """A share with its 95 % interval."""
-
-    share: float
-    low: float
-    high: float
-
-
-class Spread(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Over n values."""
-
-    n: int
-    p50: float
-    p90: float
-    p99: float
 
 
 class Cell(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,18 +40,6 @@ class Cell(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seconds_to_goal: float | None
 
 
-def wilson(successes: int, n: int) -> Interval:
-    """Score interval (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
-    if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"{successes} successes of {n}, wanted 0 <= successes <= n and n >= 1")
-    share = successes / n
-    middle = share + Z95**2 / (2 * n)
-    half = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n**2))
-    scale = 1 + Z95**2 / n
-    # At the ends the bound is the share itself; rounding must not put it beyond.
-    return Interval(share, max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale))
-
-
 def score(method: str, played: Played, dt_s: float) -> Cell:
     """All figures of one cell."""
     success = played.reached & ~played.touched
@@ -92,14 +60,6 @@ def score(method: str, played: Played, dt_s: float) -> Cell:
         frozen_error_m_s=frozen_error(played),
         seconds_to_goal=float(played.ticks[success].mean() * dt_s) if count else None,
     )
-
-
-def spread(values: F64) -> Spread | None:
-    """None for no values."""
-    if not len(values):
-        return None
-    p50, p90, p99 = (float(p) for p in np.percentile(values, (50, 90, 99)))
-    return Spread(n=len(values), p50=p50, p90=p90, p99=p99)
 
 
 def handoffs(played: Played) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from phyai_engine.rtc_study import play, scores
 from phyai_engine.rtc_study.net import ChunkNet, Recipe, Trainer
 from phyai_engine.rtc_study.play import Played, Timeline
 from phyai_engine.rtc_study.sampling import CANDIDATES, GUIDANCE, Committed, Head, Method, draw, sample
-from phyai_engine.rtc_study.scores import score, wilson
+from phyai_engine.rtc_study.scores import score
 from phyai_engine.rtc_study.task import ACTIONS, HORIZON, Masses, Task, advance, demonstrate, touches
 
 TINY = Recipe(demonstrations=60, width=24, blocks=1, batch=64, steps=60, learning_rate=5e-3)
@@ -262,20 +262,6 @@ def test_methods_meet_the_same_chance(head: Head) -> None:
 
 
 # The figures
-
-
-@pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (95, 100, 0.88825, 0.97846), (1, 1, 0.20655, 1.0)],
-)
-def test_wilson_intervals(successes: int, n: int, low: float, high: float) -> None:
-    found = wilson(successes, n)
-    assert (found.share, found.low, found.high) == pytest.approx((successes / n, low, high), abs=1e-5)
-
-
-def test_impossible_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match="wanted 0 <= successes"):
-        wilson(3, 2)
 
 
 def steady(offset: float, delay: int = 2, ticks: int = 8, **more: Any) -> Played:

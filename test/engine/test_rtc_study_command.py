@@ -11,12 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from phyai_engine.cli import app
+from phyai_engine.intervals import Spread, wilson
 from phyai_engine.rtc_study import command, net
 from phyai_engine.rtc_study.figure import svg
 from phyai_engine.rtc_study.net import ChunkNet, Recipe, Trainer, flow_loss, trained_net
 from phyai_engine.rtc_study.result import Study, claims
 from phyai_engine.rtc_study.sampling import Method
-from phyai_engine.rtc_study.scores import Cell, Spread, wilson
+from phyai_engine.rtc_study.scores import Cell
 from phyai_engine.rtc_study.task import ACTIONS, HORIZON, Task
 
 TINY = Recipe(demonstrations=60, width=24, blocks=1, batch=64, steps=60, learning_rate=5e-3)

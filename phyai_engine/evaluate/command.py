@@ -1,0 +1,229 @@
+"""``phyai eval``: load the policy, try one request, play the manifest, aggregate, show."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from phyai_engine.bench.machine import cores
+from phyai_engine.config import ModelConfig, RobotConfig, load_robot, resolve
+from phyai_engine.errors import ConfigError
+from phyai_engine.evaluate.closed_loop import PolicyFacts
+from phyai_engine.evaluate.condition import Condition, Fault
+from phyai_engine.evaluate.faults import wrong_statistics
+from phyai_engine.evaluate.figure import svg_of_tasks
+from phyai_engine.evaluate.manifest import Manifest, digest, load_manifest, made
+from phyai_engine.evaluate.provenance import Provenance
+from phyai_engine.evaluate.record import EpisodeRecord
+from phyai_engine.evaluate.run_folder import Run, RunFolder, write_whole
+from phyai_engine.evaluate.scores import Summary, summarise
+from phyai_engine.evaluate.simulators import Scene, Setup, play_all
+from phyai_engine.evaluate.table import table
+from phyai_engine.policy import Policy, load_policy
+from phyai_engine.sim.tasks import TASKS
+from phyai_engine.weights.checkpoint import model_from
+
+ROBOT = "sawyer_20hz"
+BATCH_ON_GPU = 8
+SIMULATORS_MAX = 32
+
+
+class EvalOptions(Struct, frozen=True, kw_only=True):
+    """What the command line says.
+
+    :param manifest: None makes one of ``tasks`` (all where empty), ``episodes`` of each, from ``seed``.
+    :param device: ``auto``: as the model file says. :param workers: simulator processes, 0: as many as there are cores
+        beside this process' own. :param batch: 0: 8 on a GPU, 1 elsewhere.
+    :param films: of so many episodes of each task.
+    """
+
+    model: str
+    robot: str = ROBOT
+    manifest: Path | None = None
+    tasks: tuple[str, ...] = ()
+    episodes: int = 50
+    seed: int = 1
+    condition: Condition = Condition()
+    device: str = "auto"
+    workers: int = 0
+    batch: int = 0
+    films: int = 0
+    out: Path = Path("out/eval")
+
+
+def eval_command(options: EvalOptions) -> int:
+    """Evaluate and show. Returns 0.
+
+    :raises PhyaiError: robot, model, manifest and condition do not fit, or the evaluation broke off.
+    """
+    console = Console()
+    summary = evaluate(options, Console(stderr=True))
+    console.print(table(summary))
+    console.print(f"records: {options.out / 'episodes.jsonl'}   figure: {options.out / 'figure.svg'}", highlight=False)
+    return 0
+
+
+def evaluate(options: EvalOptions, progress: Console) -> Summary:
+    """Everything but the printing. :param progress: where to say what goes on."""
+    robot = load_robot(resolve("robots", options.robot))
+    manifest = chosen_manifest(options)
+    config = model_config(options)
+    progress.print(f"loading {options.model} …", highlight=False)
+    batch = options.batch or (BATCH_ON_GPU if _on_gpu(config) else 1)
+    policy = load_policy(robot, config, batches=_batches(batch))
+    setup = Setup(
+        robot,
+        PolicyFacts(policy.spec.horizon, policy.runner.guidance.max_delay),
+        options.condition,
+        options.out / "films" if options.films else None,
+        _filmed(manifest, options.films),
+    )
+    folder = RunFolder(options.out, _run(options, robot, config, policy, manifest, batch), manifest)
+    waiting = folder.waiting()
+    if waiting:
+        _smoke(policy, setup, waiting[0][1])
+        progress.print(f"smoke request answered; {len(waiting)} of {len(manifest)} episodes to play", highlight=False)
+        workers = options.workers or max(1, min(SIMULATORS_MAX, cores() - 1))
+        with _bar(progress, len(waiting)) as bar:
+            solved = 0
+
+            def on_record(record: EpisodeRecord) -> None:
+                nonlocal solved
+                folder.add(record)
+                solved += record.success
+                bar.update(bar.task_ids[0], advance=1, solved=solved)
+
+            play_all(policy, setup, waiting, workers=workers, batch=batch, on_record=on_record)
+    return conclude(options.out)
+
+
+def conclude(out: Path) -> Summary:
+    """Aggregate a folder whose every episode was played; writes ``summary.json`` and ``figure.svg``.
+
+    :raises ConfigError: the counts differ from the manifest.
+    """
+    summary = summarise(out)
+    write_whole(out / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    write_whole(out / "figure.svg", svg_of_tasks(summary).encode())
+    return summary
+
+
+def chosen_manifest(options: EvalOptions) -> Manifest:
+    """The file's, or one made of the tasks that were named.
+
+    :raises ConfigError: unknown task, or the file is wrong.
+    """
+    if options.manifest is not None:
+        return load_manifest(options.manifest)
+    return made(phrases(options.tasks), options.episodes, options.seed)
+
+
+def phrases(tasks: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Task -> what it may be called. :param tasks: all where empty.
+
+    :raises ConfigError: there is no such task.
+    """
+    if unknown := [name for name in tasks if name not in TASKS]:
+        raise ConfigError("no such task", got=", ".join(unknown), wanted=", ".join(TASKS))
+    return {name: TASKS[name].phrases for name in tasks or TASKS}
+
+
+def model_config(options: EvalOptions) -> ModelConfig:
+    """The model with what the condition changes.
+
+    :raises ConfigError: no such model, or it cannot be changed so.
+    """
+    config, condition = model_from(options.model), options.condition
+    changed: dict[str, Any] = {}
+    if condition.guidance:
+        try:
+            changed["rtc"] = msgspec.structs.replace(config.rtc, guidance=condition.guidance)
+            changed["rtc"].__post_init__()
+        except ValueError as error:
+            raise ConfigError(str(error), where="guidance") from None
+    if condition.dtype:
+        changed["options"] = {**config.options, "dtype": condition.dtype}
+    if options.device != "auto":
+        changed["device"] = options.device
+    config = msgspec.structs.replace(config, **changed)
+    return wrong_statistics(config) if condition.fault is Fault.WRONG_STATISTICS else config
+
+
+def _on_gpu(config: ModelConfig) -> bool:
+    if config.device != "auto" or config.family == "fake":
+        return config.device == "cuda"
+    import torch  # noqa: PLC0415 - the model brings it anyway
+
+    return torch.cuda.is_available()
+
+
+def _batches(batch: int) -> tuple[int, ...]:
+    """Sizes that are computed at once, up to the next power of two."""
+    return tuple(2**k for k in range((batch - 1).bit_length() + 1))
+
+
+def _filmed(manifest: Manifest, films: int) -> frozenset[int]:
+    seen: dict[str, int] = {}
+    chosen = set()
+    for number, episode in enumerate(manifest):
+        seen[episode.task] = seen.get(episode.task, 0) + 1
+        if seen[episode.task] <= films:
+            chosen.add(number)
+    return frozenset(chosen)
+
+
+def _run(
+    options: EvalOptions, robot: RobotConfig, config: ModelConfig, policy: Policy, manifest: Manifest, batch: int
+) -> Run:
+    model = policy.runner.model
+    return Run(
+        driver="in-process",
+        robot=robot.robot_id,
+        robot_sha256=hashlib.sha256(msgspec.json.encode(robot)).hexdigest(),
+        dt_s=robot.dt_s,
+        condition=options.condition,
+        manifest_sha256=digest(manifest),
+        episodes=len(manifest),
+        batch=batch,
+        provenance=Provenance.of(
+            options.model,
+            config,
+            policy.note,
+            str(getattr(model, "device", "cpu")),
+            dict(getattr(getattr(model, "ops", None), "reasons", {})),
+        ),
+    )
+
+
+def _smoke(policy: Policy, setup: Setup, episode: Any) -> None:
+    """One request of the first episode, answered and played.
+
+    :raises PhyaiError: it was not.
+    """
+    policy.warm_up()
+    scene = Scene(setup)
+    try:
+        scene.loop(episode, lambda request: policy.infer([request])[0]).smoke()
+    finally:
+        scene.close()
+
+
+def _bar(console: Console, total: int) -> Progress:
+    columns = (
+        TextColumn("episode"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("solved {task.fields[solved]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar.add_task("episode", total=total, solved=0)
+    return bar
