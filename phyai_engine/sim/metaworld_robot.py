@@ -12,14 +12,22 @@ import numpy as np
 from phyai_engine.config import RobotConfig
 from phyai_engine.errors import ConfigError, PhyaiError
 from phyai_engine.sim.robot import JointSample
+from phyai_engine.sim.tasks import TASKS, Task, is_solved, other_task
 from phyai_engine.types import F64, U8, ActionType
 
 ACTIONS = ("dx", "dy", "dz", "gripper")
 ARM_TOPIC, HAND_TOPIC = "joint_states", "hand_state"
 ARM_JOINTS = tuple(f"right_j{i}" for i in range(7))
 HAND_JOINTS = ("hand_x", "hand_y", "hand_z", "gripper")
-# Our camera -> (Meta-World's camera, mounted upside down).
-CAMERAS = {"front": ("corner4", True), "wrist": ("gripperPOV", False)}
+# Our camera -> (Meta-World's camera, mounted upside down). The one at the hand looks ahead, over the gripper: straight
+# down (gripperPOV) it would see none of the objects before the hand is upon them.
+CAMERAS = {"front": ("corner4", True), "wrist": ("behindGripper", False)}
+PHYSICS_S = 0.0125  # of one environment step
+# The hand follows its target like a spring. Unbounded, a target that a blocked hand leaves behind has to come all the way
+# back before the hand moves again, and no observation shows it.
+TARGET_LEAD_M = 0.05
+# Where the hand starts in a scene of tasks.py, m: in front of the objects and above them.
+HAND_LOWER, HAND_UPPER = (-0.2, 0.45, 0.2), (0.2, 0.6, 0.35)
 EGL_PACKAGES = "libegl1 libegl-mesa0 libopengl0 libgl1-mesa-dri"
 
 
@@ -35,14 +43,16 @@ def _require(module: str) -> Any:
 
 
 class MetaWorldRobot:
-    """One Meta-World task with the Sawyer arm, stepped once per control period and never ending by itself.
+    """One Meta-World scene with the Sawyer arm; it never ends by itself.
 
-    Actions are Meta-World's own: dx, dy, dz in units of 10 mm per step, gripper -1 (open) .. 1 (closed), each
-    in [-1, 1]. State on two topics, as a real arm and its hand would publish: seven joints [rad], and the
-    hand's position [m] with the finger opening (0..1).
+    Actions are Meta-World's own: dx, dy, dz in units of 10 mm per environment step, gripper -1 (open) .. 1 (closed),
+    each in [-1, 1]. A command is held for the environment steps (12.5 ms of physics) that fit into a control period, at
+    least one: a period of 50 ms is real time, one of 20 ms 0.625 of it. State on two topics, as a real arm and its hand
+    would publish: seven joints [rad], and the hand's position [m] with the finger opening (0..1).
 
     :param robot: a cartesian_delta robot file with Meta-World's action and state names.
-    :param task: e.g. ``reach-v3``.
+    :param task: one of sim/tasks.py such as ``drawer-open``, whose scenes also start with the object half moved and the
+        hand anywhere before it, or one of Meta-World's own such as ``reach-v3``.
     """
 
     def __init__(
@@ -56,13 +66,14 @@ class MetaWorldRobot:
     ) -> None:
         _check_supported(robot)
         environments = _require("metaworld.env_dict").ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
-        name = f"{task}-goal-observable"
+        self.task: Task | None = TASKS.get(task)
+        name = f"{self.task.scene.environment if self.task else task}-goal-observable"
         if name not in environments:
-            known = ", ".join(key.removesuffix("-goal-observable") for key in environments)
+            known = ", ".join((*TASKS, *(key.removesuffix("-goal-observable") for key in environments)))
             raise ConfigError("unknown Meta-World task", got=task, wanted=f"one of {known}")
         self.action_names: tuple[str, ...] = ACTIONS
         self.dt_s = robot.dt_s
-        self.instruction = task.rpartition("-")[0].replace("-", " ")
+        self._steps = max(1, int(robot.dt_s / PHYSICS_S + 1e-6))
         self._env = environments[name](seed=seed)
         # Goals drawn from the environment's own seeded generator, and no end after 500 steps.
         self._env.seeded_rand_vec, self._env._freeze_rand_vec = True, False
@@ -71,12 +82,48 @@ class MetaWorldRobot:
         self._renderer: _EglRenderer | None = None
         self._size = (width, height)
         self._lock = threading.Lock()  # the physics state, shared with the rendering thread
+        self._own_instruction = task.rpartition("-")[0].replace("-", " ")
         self.reset(seed)
 
     @property
+    def instruction(self) -> str:
+        """What a person would say to have the task done."""
+        return self.task.phrases[0] if self.task else self._own_instruction
+
+    @property
     def success(self) -> bool:
-        """True once the task was solved since the last reset."""
+        """True once the task was solved since the last reset or change of the task."""
         return self._success
+
+    def set_task(self, task: str) -> None:
+        """Ask for another task of the same scene, which stays as it is.
+
+        :raises ConfigError: the scene does not have it.
+        """
+        if self.task is None or task not in (known := [self.task.name, other_task(self.task).name]):
+            raise ConfigError("the scene has no such task", got=task, wanted=f"one of {known}" if self.task else "")
+        self.task = TASKS[task]
+        self._success = self.solved()
+
+    def solved(self, task: Task | None = None) -> bool:
+        """Whether a task of the scene is solved as the scene stands now. :param task: the asked one unless given."""
+        task = task or self.task
+        return task is not None and is_solved(task, *self.joint(task))
+
+    def joint(self, task: Task) -> tuple[float, tuple[float, float]]:
+        """What the scene's tasks move: its position and its range, m or rad."""
+        lower, upper = self._env.model.joint(task.scene.joint).range
+        return float(self._env.data.joint(task.scene.joint).qpos[0]), (float(lower), float(upper))
+
+    @property
+    def hand(self) -> F64:
+        """[3] m."""
+        return self._positions[len(ARM_JOINTS) : len(ARM_JOINTS) + 3]
+
+    def position_of(self, kind: str, name: str) -> F64:
+        """[3] m. :param kind: ``body`` or ``site`` of the scene."""
+        at: F64 = getattr(self._env.data, kind)(name).xpos.copy()
+        return at
 
     def reset(self, seed: int) -> None:
         """Start the task over with goal and objects placed by ``seed``; 50 ms."""
@@ -84,6 +131,36 @@ class MetaWorldRobot:
             self._env.seed(seed)
             observation, _ = self._env.reset()
         self._gripper = -1.0
+        if self.task is not None:
+            drawn = np.random.default_rng(seed)
+            share = 0.7 * float(drawn.uniform()) * float(drawn.uniform() < 0.5)  # often at the very end, as a person left it
+            self.place(drawn.uniform(HAND_LOWER, HAND_UPPER), drawn.uniform(*_box(self.task)), share)
+            return
+        self._begin(observation)
+
+    def place(self, hand: F64, at: F64, share: float) -> None:
+        """Arrange the scene of a task of sim/tasks.py; the last reset's arrangement is gone.
+
+        :param hand: [3] m. :param at: [3] m, the object's place. :param share: of the way that the task's joint has
+            already gone, 0..1.
+        """
+        task, env = self.task, self._env
+        if task is None:
+            raise ConfigError("only scenes of sim/tasks.py are arranged", wanted=f"one of {', '.join(TASKS)}")
+        with self._lock:
+            env.hand_init_pos = np.array(hand)
+            env.model.body(task.scene.body).pos = (0.0, 5.0, 0.0)  # out of the hand's way
+            env._reset_hand()
+            env.model.body(task.scene.body).pos = at
+            lower, upper = env.model.joint(task.scene.joint).range
+            joint = env.data.joint(task.scene.joint)
+            joint.qpos[0] = lower + (upper - lower) * (share if task.end == "upper" else 1.0 - share)
+            joint.qvel[0] = 0.0
+            _require("mujoco").mj_forward(env.model, env.data)
+            observation = env._get_obs()
+        self._begin(observation)
+
+    def _begin(self, observation: F64) -> None:
         self._success = False
         self._positions = self._read(observation)
         self._velocities = np.zeros_like(self._positions)
@@ -95,11 +172,14 @@ class MetaWorldRobot:
         else:
             self._gripper = float(command[3])
             action = command.astype(np.float32)
-        with self._lock:
-            observation, _, _, _, report = self._env.step(action)
-        self._success = self._success or bool(report["success"])
+        for _ in range(self._steps):  # the renderer may look in between
+            with self._lock:
+                observation, _, _, _, report = self._env.step(action)
+                lead = self._env.data.mocap_pos[0] - observation[:3]
+                self._env.data.mocap_pos[0] = observation[:3] + np.clip(lead, -TARGET_LEAD_M, TARGET_LEAD_M)
+        self._success = self._success or (bool(report["success"]) if self.task is None else self.solved())
         positions = self._read(observation)
-        # Differences, not MuJoCo's velocities: a control period is dt_s of ROS time but 12.5 ms of physics.
+        # Differences, not MuJoCo's velocities: a control period is dt_s of ROS time, whatever the physics' is.
         self._velocities = (positions - self._positions) / self.dt_s
         self._positions = positions
 
@@ -188,6 +268,10 @@ class _EglRenderer:
             raise PhyaiError("the renderer is closed from another thread", do="Render and close from one thread.")
         self._context.free()
         self._gl.free()
+
+
+def _box(task: Task) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    return task.scene.lower, task.scene.upper
 
 
 def _check_supported(robot: RobotConfig) -> None:
