@@ -357,6 +357,81 @@ def sweep(
     raise typer.Exit(code)
 
 
+class Fault(str, Enum):
+    """What an evaluation may wire wrong on purpose."""
+
+    NONE = "none"
+    SWAPPED_CAMERAS = "swapped_cameras"
+    PERMUTED_JOINTS = "permuted_joints"
+    STALE_OBSERVATIONS = "stale_observations"
+    WRONG_STATISTICS = "wrong_statistics"
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a model file, a shipped name.")],
+    robot: Annotated[str, typer.Option(metavar="ROBOT", help="A shipped name or a yaml.")] = "sawyer_20hz",
+    manifest: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Episodes, as a YAML list or JSON lines; else they are made.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(metavar="A,B", help="Default: all of the simulator's tasks.")] = "",
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Of each task.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, max=20, help="Of scenes and noise.")] = 1,
+    schedule: Annotated[When, typer.Option(help="When the next inference starts.")] = When.SYNC,
+    guidance: Annotated[str, typer.Option(help="Of rtc, as in a model file; default: the model's own.")] = "",
+    delay_ms: Annotated[float, typer.Option(min=0.0, help="From observation to chunk, in whole control ticks.")] = 0.0,
+    execution_horizon: Annotated[int, typer.Option(min=0, help="Steps of a chunk to execute; 0: half of it.")] = 0,
+    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse chunks beyond the limits; else clip.")] = False,
+    fault: Annotated[Fault, typer.Option(help="Wire this wrong: an evaluation must be able to fail.")] = Fault.NONE,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Robot time after which an episode has failed.")] = 15.0,
+    device: Annotated[Device, typer.Option(help="auto: as the model file says, else the accelerator.")] = Device.AUTO,
+    dtype: Annotated[Dtype | None, typer.Option(help="Default: the model's.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Simulator processes; 0: the cores but one.")] = 0,
+    batch: Annotated[int, typer.Option(min=0, max=8, help="Requests computed at once; 0: 8 on a GPU, else 1.")] = 0,
+    films: Annotated[int, typer.Option(min=0, help="GIFs of so many episodes of each task.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="An interrupted run goes on there.")] = Path(
+        "out/eval"
+    ),
+) -> None:
+    """Play episodes in the simulator, without ROS, and say how many are solved.
+
+    The node's own control loop drives the robot on a virtual clock: the delay is stated, this machine's speed is not
+    in the result.
+    """
+    with readable_errors():
+        from phyai_engine.evaluate.command import EvalOptions, eval_command  # noqa: PLC0415
+        from phyai_engine.evaluate.condition import Condition  # noqa: PLC0415
+        from phyai_engine.evaluate.condition import Fault as Wired  # noqa: PLC0415
+        from phyai_engine.types import Schedule  # noqa: PLC0415 - numpy
+
+        condition = Condition(
+            schedule=Schedule(schedule.value),
+            guidance=guidance,
+            delay_ms=delay_ms,
+            execution_horizon=execution_horizon,
+            clamp=not refuse,
+            dtype="" if dtype is None else dtype.value,
+            fault=Wired(fault.value),
+            seconds_max=seconds,
+        )
+        options = EvalOptions(
+            model=model,
+            robot=robot,
+            manifest=manifest,
+            tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
+            episodes=episodes,
+            seed=seed,
+            condition=condition,
+            device=device.value,
+            workers=workers,
+            batch=batch,
+            films=films,
+            out=out,
+        )
+        code = eval_command(options)
+    raise typer.Exit(code)
+
+
 @app.command("rtc-study")
 def rtc_study(
     episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Of each method at each delay.")] = 512,

@@ -53,9 +53,9 @@ def paired_difference(both: int, first: int, second: int, neither: int) -> Inter
     a, b = wilson(both + first, n), wilson(both + second, n)
     difference = a.share - b.share
     product = (both + first) * (second + neither) * (both + second) * (first + neither)
-    excess = both * neither - first * second
+    excess = float(both * neither - first * second)
     if excess > 0:  # his continuity correction, of positive correlation only
-        excess = max(excess - n / 2, 0)
+        excess = max(excess - n / 2, 0.0)
     phi = excess / math.sqrt(product) if product else 0.0
     below, above = a.share - a.low, b.high - b.share
     low = difference - math.sqrt(max(0.0, below**2 - 2 * phi * below * above + above**2))

@@ -62,9 +62,10 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
 _WARM_UP_IMAGE = (480, 640, 3)
 
 
-def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
+def load_policy(robot: RobotConfig, model: ModelConfig, batches: Sequence[int] = (1,)) -> Policy:
     """Load the weights and join them with the robot.
 
+    :param batches: sizes of the batches that will come, for the models whose graphs are captured.
     :raises ConfigError: unknown family, wrong options, or robot and model do not fit.
     :raises WeightsError: the checkpoint does not hold what the model needs.
     """
@@ -77,7 +78,7 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> Policy:
     for swap in swapped_cameras(robot, loaded.spec.cameras):
         _log.warning("%s", swap)
     guidance = model.rtc.guide
-    runner = Runner(loaded, guidance=guidance, graphs=captured_graphs(loaded, guidance))
+    runner = Runner(loaded, guidance=guidance, graphs=captured_graphs(loaded, guidance, batches))
     return Policy(Adapter(robot, model, loaded.spec), runner, weights_note(model))
 
 

@@ -71,6 +71,7 @@ class ClosedLoop:
         self._commands = _Commands()
         self._timings: list[Timing] = []
         self._ticks = 0
+        self._topics = {entry.topic for entry in robot.state}
         self._buffer = ObservationBuffer(robot)
         self._buffer.set_instruction(episode.instruction)
         delay = condition.delay_ticks(robot.dt_s)
@@ -145,6 +146,8 @@ class ClosedLoop:
 
     def _feel(self, now_ns: int) -> None:
         for topic, joints in self._sim.state().items():
+            if topic not in self._topics:
+                continue
             self._buffer.put_joints(
                 topic,
                 joints.names,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from phyai_engine.bench.machine import cores
+from phyai_engine.bench.measure import device_of
 from phyai_engine.config import ModelConfig, RobotConfig, load_robot, resolve
 from phyai_engine.errors import ConfigError
 from phyai_engine.evaluate.closed_loop import PolicyFacts
@@ -31,7 +32,7 @@ from phyai_engine.sim.tasks import TASKS
 from phyai_engine.weights.checkpoint import model_from
 
 ROBOT = "sawyer_20hz"
-BATCH_ON_GPU = 8
+BATCHES = (1, 2, 4, 8)
 SIMULATORS_MAX = 32
 
 
@@ -76,8 +77,9 @@ def evaluate(options: EvalOptions, progress: Console) -> Summary:
     manifest = chosen_manifest(options)
     config = model_config(options)
     progress.print(f"loading {options.model} …", highlight=False)
-    batch = options.batch or (BATCH_ON_GPU if _on_gpu(config) else 1)
-    policy = load_policy(robot, config, batches=_batches(batch))
+    policy = load_policy(robot, config, batches=BATCHES)
+    device = device_of(policy.runner.model)
+    batch = options.batch or (BATCHES[-1] if device.startswith("cuda") else 1)
     setup = Setup(
         robot,
         PolicyFacts(policy.spec.horizon, policy.runner.guidance.max_delay),
@@ -156,19 +158,6 @@ def model_config(options: EvalOptions) -> ModelConfig:
     return wrong_statistics(config) if condition.fault is Fault.WRONG_STATISTICS else config
 
 
-def _on_gpu(config: ModelConfig) -> bool:
-    if config.device != "auto" or config.family == "fake":
-        return config.device == "cuda"
-    import torch  # noqa: PLC0415 - the model brings it anyway
-
-    return torch.cuda.is_available()
-
-
-def _batches(batch: int) -> tuple[int, ...]:
-    """Sizes that are computed at once, up to the next power of two."""
-    return tuple(2**k for k in range((batch - 1).bit_length() + 1))
-
-
 def _filmed(manifest: Manifest, films: int) -> frozenset[int]:
     seen: dict[str, int] = {}
     chosen = set()
@@ -196,7 +185,7 @@ def _run(
             options.model,
             config,
             policy.note,
-            str(getattr(model, "device", "cpu")),
+            device_of(model),
             dict(getattr(getattr(model, "ops", None), "reasons", {})),
         ),
     )

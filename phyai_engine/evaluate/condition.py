@@ -68,4 +68,6 @@ class Condition(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 wanted=f"fewer than {horizon} steps of {dt_s * 1e3:.0f} ms",
             )
         if self.execution_horizon > horizon:
-            raise ConfigError("the execution horizon is longer than a chunk", got=self.execution_horizon, wanted=horizon)
+            raise ConfigError(
+                "the execution horizon is longer than a chunk", got=self.execution_horizon, wanted=horizon
+            )

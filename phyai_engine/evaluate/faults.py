@@ -55,7 +55,11 @@ class _Wired:
 
     def __init__(self, sim: SimRobot) -> None:
         self._sim = sim
-        self.action_names, self.dt_s, self.instruction = sim.action_names, sim.dt_s, sim.instruction
+        self.action_names, self.dt_s = sim.action_names, sim.dt_s
+
+    @property
+    def instruction(self) -> str:
+        return self._sim.instruction
 
     @property
     def success(self) -> bool:
@@ -115,7 +119,7 @@ class _StaleObservations(_Wired):
         self._forget()
 
     def _forget(self) -> None:
-        self._states: deque[Mapping[str, JointSample]] = deque(maxlen=self._delay + 1)
+        self._states: deque[Mapping[str, JointSample]] = deque(maxlen=self._delay)
         self._images: dict[str, deque[U8]] = {}
 
     def reset(self, seed: int) -> None:
@@ -133,5 +137,5 @@ class _StaleObservations(_Wired):
 
     def render(self, camera: str) -> U8:
         if camera not in self._images:
-            self._images[camera] = deque([self._sim.render(camera)], maxlen=self._delay + 1)
+            self._images[camera] = deque([self._sim.render(camera)], maxlen=self._delay)
         return self._images[camera][0]

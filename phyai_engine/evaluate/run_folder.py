@@ -25,7 +25,8 @@ VERSION = 1
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is evaluated and with what.
 
-    :param robot: robot_id; ``robot_sha256`` of the robot as read, ``dt_s`` its control period. :param manifest_sha256: of its JSON lines.
+    :param robot: robot_id; ``robot_sha256`` of the robot as read, ``dt_s`` its control period.
+    :param manifest_sha256: of its JSON lines.
     :param batch: requests that may be computed together.
     :param driver: what moved the robot: ``in-process``, or ``ros`` for topics.
     """
@@ -43,7 +44,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def identity(self) -> dict[str, object]:
-        """What must be equal for episodes to be counted together. Software and machine may differ: they are archived."""
+        """What must be equal for episodes to be counted together; software and machine are archived, and may differ."""
         return {
             "driver": self.driver,
             "robot": self.robot_sha256,

@@ -1,4 +1,4 @@
-"""From the records of an evaluation to its figures: success with intervals, smoothness, handoffs, paired differences."""
+"""From the records of an evaluation to its figures: success with intervals, smoothness, handoffs, differences."""
 
 from __future__ import annotations
 

@@ -38,7 +38,10 @@ Numbered = tuple[int, Episode]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every simulator needs. :param films: folder of the films, None for none; ``filmed`` the episodes' numbers."""
+    """What every simulator needs.
+
+    :param films: folder of the films, None for none. :param filmed: numbers of the episodes.
+    """
 
     robot: RobotConfig
     facts: PolicyFacts
@@ -87,7 +90,7 @@ def play_all(
     try:
         for _ in range(min(workers, len(waiting))):
             ours, theirs = context.Pipe()
-            process = context.Process(target=simulate, args=(theirs, setup), daemon=True)
+            process: BaseProcess = context.Process(target=simulate, args=(theirs, setup), daemon=True)
             process.start()
             theirs.close()
             simulators[ours] = process
@@ -154,20 +157,19 @@ def _packed(error: PhyaiError) -> _Unanswered:
 
 def simulate(connection: Connection, setup: Setup) -> None:
     """Entry of a simulator process."""
-    scene: Scene | None = None
+    scene = Scene(setup)
     try:
         connection.send(None)
-        while (episode := connection.recv()) is not None:
-            scene = scene or Scene(setup)
-            connection.send(scene.play(*episode, partial(_ask, connection)))
+        while (numbered := connection.recv()) is not None:
+            number, episode = numbered
+            connection.send(scene.play(number, episode, partial(_ask, connection)))
     except (EOFError, OSError):
         return  # the policy's process is gone, and has said why
     except Exception as error:
         text = str(error) if isinstance(error, PhyaiError) else traceback.format_exc()
         connection.send(_Broken(text))
     finally:
-        if scene is not None:
-            scene.close()
+        scene.close()
 
 
 def _ask(connection: Connection, request: Request) -> Chunk | PhyaiError:

@@ -74,9 +74,7 @@ def _panels(study: Study, highest: float) -> tuple[Panel, Panel]:
     return success, jumps
 
 
-def _curves(
-    success: Panel, jumps: Panel, cells: Sequence[Cell], nudge: float, colour: str, dash: str
-) -> list[str]:
+def _curves(success: Panel, jumps: Panel, cells: Sequence[Cell], nudge: float, colour: str, dash: str) -> list[str]:
     parts = success.curve([(c.delay_steps + nudge, c.success.share) for c in cells], colour, dash)
     parts += [success.interval(c.delay_steps + nudge, c.success.low, c.success.high, colour) for c in cells]
     ratios = [(c.delay_steps + nudge, c.jump_ratio.p50) for c in cells if c.jump_ratio]
