@@ -20,12 +20,12 @@ from phyai_engine.types import F64, U8
 STALE_S = 1.0
 """Age of what a stale driver sends with fresh stamps: what is old by its stamp the node refuses by itself."""
 
-WRONG_FACTOR = 0.4
-"""What another robot's statistics do: the state's and the actions' ranges are wider or narrower by about as much."""
+WRONG_SCALE, WRONG_OFFSET = 0.4, 0.3
+"""Another robot's statistics: its ranges are of another width, and lie elsewhere."""
 
 
 def wrong_statistics(model: ModelConfig) -> ModelConfig:
-    """The model with the statistics of actions scaled, and those of the state too.
+    """The model with other statistics of the actions and of the state.
 
     :raises ConfigError: the model has none.
     """
@@ -33,10 +33,10 @@ def wrong_statistics(model: ModelConfig) -> ModelConfig:
     if not given.actions:
         raise ConfigError("the model has no statistics that could be wrong", got=given.kind)
 
-    def scaled(statistics: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-        return {name: tuple(WRONG_FACTOR * value for value in values) for name, values in statistics.items()}
+    def moved(statistics: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+        return {name: tuple(WRONG_SCALE * value + WRONG_OFFSET for value in values) for name, values in statistics.items()}
 
-    wrong = msgspec.structs.replace(given, actions=scaled(given.actions), state=scaled(given.state))
+    wrong = msgspec.structs.replace(given, actions=moved(given.actions), state=moved(given.state))
     return msgspec.structs.replace(model, normalisation=wrong)
 
 

@@ -59,7 +59,7 @@ def model_sha256(config: ModelConfig) -> str:
 
 def checkpoint_sha256(folder: str) -> str:
     """Of a checkpoint folder's weights; see :class:`Provenance`."""
-    files = sorted(Path(folder).glob("*.safetensors")) if folder else []
+    files = sorted(Path(folder).glob("model*.safetensors")) if folder else []
     hashes = [_sha256(path) for path in files]
     if len(hashes) <= 1:
         return "".join(hashes)
