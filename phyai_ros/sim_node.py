@@ -33,15 +33,14 @@ from phyai_engine.types import U8
 from phyai_ros.sim_cameras import CameraThread
 from phyai_ros.sim_commands import ControllerState, joint_message, read_step, read_trajectory
 from phyai_ros.sim_faults import FaultParameters
+from phyai_ros.sim_task import SimTask
 from phyai_ros.spin import run
 
 FIRST_FRAME_S = 60.0  # bound on making the OpenGL context and the first frame
 JOIN_S = 2.0
-# name, default, description; all read-only: a change needs a restart.
+# name, default, description; all read-only: a change needs a restart. SimTask has those that are not.
 PARAMETERS: tuple[tuple[str, str | int | float, str], ...] = (
     ("robot", "metaworld_sawyer", "robot file, or the name of a shipped one"),
-    ("task", "reach-v3", "Meta-World task; robots without tasks ignore it"),
-    ("seed", 0, "seed of the scene and of the faults"),
     ("camera_rate_hz", 12.0, "frames per second of each camera [Hz]"),
     ("joint_rate_hz", 100.0, "joint states per second [Hz]"),
     ("image_width", 320, "width of every camera image [px]"),
@@ -53,7 +52,7 @@ PARAMETERS: tuple[tuple[str, str | int | float, str], ...] = (
 
 
 class SimNode(Node):
-    """Node ``sim_robot``. Parameters: :data:`PARAMETERS` and :class:`FaultParameters`.
+    """Node ``sim_robot``. Parameters: :data:`PARAMETERS`, :class:`SimTask` and :class:`FaultParameters`.
 
     :raises ConfigError: a parameter, the robot file or this machine cannot give the simulated robot.
     """
@@ -62,12 +61,12 @@ class SimNode(Node):
         super().__init__("sim_robot", **options)
         value = {name: self._declare(name, default, text) for name, default, text in PARAMETERS}
         self._config = load_robot(resolve("robots", value["robot"]))
-        self._seed = value["seed"]
         self._check(value)
+        self._task = SimTask(self)
         self._robot = load_sim(
             self._config,
-            task=value["task"],
-            seed=self._seed,
+            task=self._task.name,
+            seed=self._task.seed,
             width=value["image_width"],
             height=value["image_height"],
         )
@@ -75,7 +74,8 @@ class SimNode(Node):
         self._epoch_mono_s = time.monotonic()
         self._epoch_ros_ns = self._now_ros_ns()
         self._steps = self._refused = 0
-        self._make_streams()
+        self._make_streams(self._task.seed)
+        self._task.follow(self._robot)
         self._subscribe(value["command_source"], value["command_topic"])
         self.create_service(Trigger, "~/reset", self._on_reset)
         self._start(value["camera_rate_hz"], value["joint_rate_hz"])
@@ -93,18 +93,18 @@ class SimNode(Node):
             got = value["command_source"]
             raise ConfigError("unknown source", got=got, wanted="step or trajectory", where="command_source")
 
-    def _make_streams(self) -> None:
+    def _make_streams(self, seed: int) -> None:
         reliable = partial(QoSProfile, history=HistoryPolicy.KEEP_LAST, reliability=ReliabilityPolicy.RELIABLE)
         self._joints: dict[str, tuple[FaultyStream[JointSample], Publisher]] = {
             topic: (
-                FaultyStream(topic, self._seed),
+                FaultyStream(topic, seed),
                 self.create_publisher(JointState, topic, reliable(depth=10)),
             )
             for topic in self._robot.state()
         }
         self._cameras: dict[str, tuple[FaultyStream[U8], Publisher]] = {
             c.name: (
-                FaultyStream(c.name, self._seed),
+                FaultyStream(c.name, seed),
                 self.create_publisher(Image, c.topic, reliable(depth=2)),
             )
             for c in self._config.cameras
@@ -138,7 +138,7 @@ class SimNode(Node):
             raise ConfigError("no camera image", got=f"none in {FIRST_FRAME_S} s", do="Use a smaller image.")
         if self._thread.failure is not None:
             raise self._thread.failure
-        self.get_logger().info(f"{self._config.robot_id}: {self._robot.instruction}, seed {self._seed}")
+        self.get_logger().info(f"{self._config.robot_id}: {self._robot.instruction}, seed {self._task.seed}")
 
     def _now_ros_ns(self) -> int:
         return int(self.get_clock().now().nanoseconds)
@@ -173,6 +173,7 @@ class SimNode(Node):
         stamp = self._now_ros_ns()
         self._robot.step(self._commands.take(), self._elapsed_ros_s(stamp))
         self._steps += 1
+        self._task.look()
         if self._controller_state is not None:
             self._controller_state.publish(stamp)
 
@@ -185,9 +186,10 @@ class SimNode(Node):
                 publisher.publish(joint_message(released.payload, released.stamp_ns))
 
     def _on_reset(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
-        self._robot.reset(self._seed)
+        self._robot.reset(self._task.seed)
         self._commands.clear()
-        response.success, response.message = True, f"reset with seed {self._seed}"
+        self._task.look()
+        response.success, response.message = True, f"reset with seed {self._task.seed}"
         return response
 
     def _on_second(self) -> None:

@@ -21,8 +21,9 @@ from rclpy.context import Context
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.parameter import Parameter
-from rclpy.qos import qos_profile_sensor_data
+from rclpy.qos import DurabilityPolicy, QoSProfile, qos_profile_sensor_data
 from sensor_msgs.msg import Image, JointState
+from std_msgs.msg import Bool
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
@@ -257,7 +258,7 @@ def test_wrong_faults_are_refused_with_the_reason(world: Callable[..., World]) -
     (unknown,) = w.set(**{"freeze.front": "ice"})
     (odd,) = w.set(**{"dropout_s.joint_states": [1.0, 2.0, 3.0]})
     (above,) = w.set(**{"drop.wrist": 1.5})
-    (fixed,) = w.set(seed=4)
+    (fixed,) = w.set(camera_rate_hz=4.0)
     assert not any(r.successful for r in (unknown, odd, above, fixed))
     assert "none, frame, stamp, both" in unknown.reason
     assert "odd" in odd.reason
@@ -278,6 +279,26 @@ def test_reset_starts_over(world: Callable[..., World]) -> None:
     w.sim._on_reset(Trigger.Request(), Trigger.Response())
     w.spin(0.4)
     np.testing.assert_allclose(arm_position(w), start, atol=1e-9)
+
+
+def test_the_task_changes_within_its_scene_and_success_is_told(world: Callable[..., World]) -> None:
+    small = {"image_width": 32, "image_height": 24, "camera_rate_hz": 2.0}
+    w = world("sawyer_20hz", task="window-open", seed=3, **small)
+    told: list[Bool] = []
+    latched = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
+    w.probe.create_subscription(Bool, "sim_robot/success", told.append, latched)
+    w.until(lambda: bool(told))
+    assert not told[-1].data
+    robot = w.sim._robot
+    robot.place(np.array([0.0, 0.5, 0.3]), np.array([0.0, 0.8, 0.16]), 1.0)
+    w.until(lambda: told[-1].data)
+    (changed,), (elsewhere,) = w.set(task="window-close"), w.set(task="drawer-open")
+    assert changed.successful and robot.instruction == "close the window"
+    w.until(lambda: not told[-1].data)
+    assert not elsewhere.successful and "window-close, window-open" in elsewhere.reason
+    assert w.set(seed=4)[0].successful
+    answer = w.call(Trigger, "sim_robot/reset", Trigger.Request())
+    assert answer.message == "reset with seed 4"
 
 
 @pytest.mark.parametrize(
