@@ -10,6 +10,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from phyai_engine.config import RobotConfig
 from phyai_engine.control.commands import Command, PlaysHere
 from phyai_engine.control.control_loop import ControlLoop, LoopSettings
@@ -19,14 +21,14 @@ from phyai_engine.errors import EngineError
 from phyai_engine.evaluate.asked import Ask, AskedEngine
 from phyai_engine.evaluate.condition import Condition
 from phyai_engine.evaluate.manifest import Episode
-from phyai_engine.evaluate.record import EpisodeRecord
+from phyai_engine.evaluate.record import EpisodeRecord, Tally
 from phyai_engine.handoff import HandoffSettings
 from phyai_engine.replay.clock import VirtualClock
 from phyai_engine.replay.engine_link import HeldLink
 from phyai_engine.safety import Safety
 from phyai_engine.sim.robot import SimRobot
 from phyai_engine.timing import Timing
-from phyai_engine.types import F64, U8, Observation
+from phyai_engine.types import F64, U8, CommandKind, Observation
 
 START_NS = 1_000_000_000  # a clock at 0 is one that nobody has set
 
@@ -103,16 +105,17 @@ class ClosedLoop:
         ticks_max = round(self._condition.seconds_max / self._robot.dt_s)
         while self._ticks < ticks_max and not self._sim.success and not self._loop.player.safety.latched:
             self._tick()
-        safety = self._loop.player.safety
+        safety, counters, commands = self._loop.player.safety, self._loop.counters, self._commands.all
         return EpisodeRecord.of(
             number,
             self._episode,
             self._robot,
             success=self._sim.success,
             ticks=self._ticks,
-            commands=self._commands.all,
+            actions=sum(command.kind is CommandKind.ACTION for command in commands),
+            values=np.array([c.values for c in commands]).reshape(len(commands), len(self._robot.actions)),
             timings=self._timings,
-            counters=self._loop.counters,
+            tally=Tally(counters.requests, counters.failed, counters.refusals, counters.handoffs, counters.misses),
             aborted=f"{safety.cause.name.lower()}: {safety.text}" if safety.latched else "",
             wall_s=time.perf_counter() - began,
         )

@@ -34,7 +34,9 @@ def wrong_statistics(model: ModelConfig) -> ModelConfig:
         raise ConfigError("the model has no statistics that could be wrong", got=given.kind)
 
     def moved(statistics: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-        return {name: tuple(WRONG_SCALE * value + WRONG_OFFSET for value in values) for name, values in statistics.items()}
+        return {
+            name: tuple(WRONG_SCALE * value + WRONG_OFFSET for value in values) for name, values in statistics.items()
+        }
 
     wrong = msgspec.structs.replace(given, actions=moved(given.actions), state=moved(given.state))
     return msgspec.structs.replace(model, normalisation=wrong)

@@ -5,17 +5,27 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
 
 from phyai_engine.config import RobotConfig
-from phyai_engine.control.commands import Command
-from phyai_engine.control.counters import Counters
 from phyai_engine.control.seam import ORDER
 from phyai_engine.evaluate.manifest import Episode
 from phyai_engine.timing import Timing
-from phyai_engine.types import ActionType, CommandKind, Refusal
+from phyai_engine.types import F64, ActionType, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What was counted during an episode; see :class:`EpisodeRecord`. :param refusals: count per Refusal code."""
+
+    requests: int
+    failed: int
+    refusals: Sequence[int]
+    handoffs: int
+    misses: int
 
 
 class EpisodeRecord(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,18 +77,22 @@ class EpisodeRecord(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         *,
         success: bool,
         ticks: int,
-        commands: Sequence[Command],
+        actions: int,
+        values: F64,
         timings: Sequence[Timing],
-        counters: Counters,
+        tally: Tally,
         aborted: str,
         wall_s: float,
         margins: bool = False,
     ) -> EpisodeRecord:
-        """From what the control loop reported. :param margins: they were measured."""
+        """From what the control loop reported.
+
+        :param actions: ticks that played an action of a chunk. :param values: [T, A] every command in order.
+        :param margins: they were measured.
+        """
         accepted = [t for t in timings if t.outcome == "accepted"]
         moving = [t for t in accepted if np.isfinite(t.jump_ratio)]
         frozen = [t.frozen_error for t in accepted if np.isfinite(t.frozen_error)]
-        values = np.array([command.values for command in commands]).reshape(len(commands), len(robot.actions))
         return EpisodeRecord(
             number=number,
             task=episode.task,
@@ -87,13 +101,13 @@ class EpisodeRecord(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             noise_seed=episode.noise_seed,
             success=success,
             ticks=ticks,
-            held=ticks - sum(command.kind is CommandKind.ACTION for command in commands),
-            requests=counters.requests,
-            accepted=counters.accepted,
-            failed=counters.failed,
-            refusals={Refusal(code).name.lower(): n for code, n in enumerate(counters.refusals) if n},
-            handoffs=counters.handoffs,
-            misses=counters.misses,
+            held=max(0, ticks - actions),
+            requests=tally.requests,
+            accepted=len(accepted),
+            failed=tally.failed,
+            refusals={Refusal(code).name.lower(): n for code, n in enumerate(tally.refusals) if n},
+            handoffs=tally.handoffs,
+            misses=tally.misses,
             delay_steps=[t.delay_steps for t in moving],
             jump_ratios=[round(t.jump_ratio, 4) for t in moving],
             frozen_error=float(np.mean(frozen)) if frozen else None,
@@ -106,7 +120,7 @@ class EpisodeRecord(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
 
 
-def mean_jerk(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]], robot: RobotConfig) -> float | None:
+def mean_jerk(values: F64, robot: RobotConfig) -> float | None:
     """[units / s^3] (of a velocity per s^2), of actions that move; held values such as a gripper's are left out.
 
     :param values: [T, A] every command in order. :returns: None for too few.
