@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import rclpy
-from rcl_interfaces.msg import Parameter, ParameterType, ParameterValue
-from rcl_interfaces.srv import SetParameters
 from rclpy.node import Node
 from rich.console import Console
 from rich.live import Live
@@ -134,9 +132,7 @@ class Scenario:
         self.watch.event("lifecycle", f"{label} took {self.processes.transition(POLICY, label):.3f} s")
 
     def _set_drop(self, camera: str, probability: float) -> None:
-        value = ParameterValue(type=ParameterType.PARAMETER_DOUBLE, double_value=probability)
-        request = SetParameters.Request(parameters=[Parameter(name=f"drop.{camera}", value=value)])
-        self.processes.call(SetParameters, f"{SIM}/set_parameters", request, 5.0)
+        self.processes.set_parameter(SIM, f"drop.{camera}", probability)
 
     def _until(self, state: SafetyState, seconds: float, what: str) -> None:
         watch = self.watch

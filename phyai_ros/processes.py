@@ -12,8 +12,10 @@ from typing import Any
 
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState, GetState
+from rcl_interfaces.srv import SetParameters
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
+from rclpy.parameter import Parameter
 from std_srvs.srv import Trigger
 
 from phyai_engine.errors import EngineTimeoutError, PhyaiError
@@ -36,7 +38,7 @@ class Processes:
 
     def __init__(self, node: Node, logs: Path, on_turn: Callable[[], None] = lambda: None) -> None:
         self.exit_codes: dict[str, int] = {}
-        """Name -> exit code, filled by :meth:`stop`."""
+        """Name -> exit code, filled by :meth:`end` and :meth:`stop`."""
         self._node, self._logs, self._on_turn = node, logs, on_turn
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._executor = SingleThreadedExecutor()
@@ -57,15 +59,20 @@ class Processes:
 
     def stop(self) -> None:
         """SIGINT to every process, bounded; SIGKILL to what does not end."""
-        for name, process in self._running.items():
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            try:
-                self.exit_codes[name] = process.wait(timeout=10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                self.exit_codes[name] = process.wait(timeout=5.0)
+        for name in list(self._running):
+            self.end(name)
         self._executor.shutdown(timeout_sec=1.0)
+
+    def end(self, name: str) -> None:
+        """SIGINT to one process, bounded; SIGKILL if it does not end."""
+        process = self._running.pop(name)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            self.exit_codes[name] = process.wait(timeout=10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            self.exit_codes[name] = process.wait(timeout=5.0)
 
     def imports_torch(self, name: str) -> bool:
         """True when torch's library is mapped into the process (the node must never load it)."""
@@ -122,6 +129,16 @@ class Processes:
             return future.result()
         finally:
             self._node.destroy_client(client)
+
+    def set_parameter(self, name: str, parameter: str, value: str | float) -> None:
+        """Change a parameter of node ``name``.
+
+        :raises PhyaiError: it refuses, with its reason.
+        """
+        request = SetParameters.Request(parameters=[Parameter(parameter, value=value).to_parameter_msg()])
+        (result,) = self.call(SetParameters, f"{name}/set_parameters", request, 5.0).results
+        if not result.successful:
+            raise PhyaiError(f"{name} refuses the parameter {parameter}", got=result.reason)
 
     def trigger(self, name: str, service: str, calling: Callable[[], None] = lambda: None) -> Any:
         """The answer of a Trigger service of node ``name``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,14 @@ from phyai_engine.evaluate.closed_loop import PolicyFacts
 from phyai_engine.evaluate.condition import Condition, Fault
 from phyai_engine.evaluate.faults import wrong_statistics
 from phyai_engine.evaluate.figure import svg_of_tasks
-from phyai_engine.evaluate.manifest import Manifest, digest, load_manifest, made
+from phyai_engine.evaluate.manifest import Manifest, chosen
 from phyai_engine.evaluate.provenance import Provenance
 from phyai_engine.evaluate.record import EpisodeRecord
-from phyai_engine.evaluate.run_folder import Run, RunFolder, write_whole
+from phyai_engine.evaluate.run_folder import IN_PROCESS, Run, RunFolder, write_whole
 from phyai_engine.evaluate.scores import Summary, summarise
 from phyai_engine.evaluate.simulators import Scene, Setup, play_all
 from phyai_engine.evaluate.table import table
 from phyai_engine.policy import Policy, load_policy
-from phyai_engine.sim.tasks import TASKS
 from phyai_engine.weights.checkpoint import model_from
 
 ROBOT = "sawyer_20hz"
@@ -74,7 +71,7 @@ def eval_command(options: EvalOptions) -> int:
 def evaluate(options: EvalOptions, progress: Console) -> Summary:
     """Everything but the printing. :param progress: where to say what goes on."""
     robot = load_robot(resolve("robots", options.robot))
-    manifest = chosen_manifest(options)
+    manifest = chosen(options.manifest, options.tasks, options.episodes, options.seed)
     config = model_config(options)
     progress.print(f"loading {options.model} …", highlight=False)
     policy = load_policy(robot, config, batches=BATCHES)
@@ -117,26 +114,6 @@ def conclude(out: Path) -> Summary:
     return summary
 
 
-def chosen_manifest(options: EvalOptions) -> Manifest:
-    """The file's, or one made of the tasks that were named.
-
-    :raises ConfigError: unknown task, or the file is wrong.
-    """
-    if options.manifest is not None:
-        return load_manifest(options.manifest)
-    return made(phrases(options.tasks), options.episodes, options.seed)
-
-
-def phrases(tasks: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Task -> what it may be called. :param tasks: all where empty.
-
-    :raises ConfigError: there is no such task.
-    """
-    if unknown := [name for name in tasks if name not in TASKS]:
-        raise ConfigError("no such task", got=", ".join(unknown), wanted=", ".join(TASKS))
-    return {name: TASKS[name].phrases for name in tasks or TASKS}
-
-
 def model_config(options: EvalOptions) -> ModelConfig:
     """The model with what the condition changes.
 
@@ -172,23 +149,9 @@ def _run(
     options: EvalOptions, robot: RobotConfig, config: ModelConfig, policy: Policy, manifest: Manifest, batch: int
 ) -> Run:
     model = policy.runner.model
-    return Run(
-        driver="in-process",
-        robot=robot.robot_id,
-        robot_sha256=hashlib.sha256(msgspec.json.encode(robot)).hexdigest(),
-        dt_s=robot.dt_s,
-        condition=options.condition,
-        manifest_sha256=digest(manifest),
-        episodes=len(manifest),
-        batch=batch,
-        provenance=Provenance.of(
-            options.model,
-            config,
-            policy.note,
-            device_of(model),
-            dict(getattr(getattr(model, "ops", None), "reasons", {})),
-        ),
-    )
+    reasons = dict(getattr(getattr(model, "ops", None), "reasons", {}))
+    provenance = Provenance.of(options.model, config, policy.note, device_of(model), reasons)
+    return Run.of(IN_PROCESS, robot, options.condition, manifest, provenance, batch=batch)
 
 
 def _smoke(policy: Policy, setup: Setup, episode: Any) -> None:

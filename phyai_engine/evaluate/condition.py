@@ -50,11 +50,16 @@ class Condition(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return math.ceil(self.delay_ms * 1e-3 / dt_s - 1e-9)
 
     @property
+    def way(self) -> str:
+        """How chunks are handed off, in words: ``rtc trained``."""
+        guidance = f" {self.guidance}" if self.guidance and self.schedule is Schedule.RTC else ""
+        return f"{self.schedule.value}{guidance}"
+
+    @property
     def title(self) -> str:
         """In words: ``rtc trained, 200 ms``."""
-        guidance = f" {self.guidance}" if self.guidance and self.schedule is Schedule.RTC else ""
         fault = "" if self.fault is Fault.NONE else f", {self.fault.value.replace('_', ' ')}"
-        return f"{self.schedule.value}{guidance}, {self.delay_ms:.0f} ms{fault}"
+        return f"{self.way}, {self.delay_ms:.0f} ms{fault}"
 
     def check(self, horizon: int, dt_s: float) -> None:
         """What only the model knows.

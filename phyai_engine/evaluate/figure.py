@@ -15,12 +15,6 @@ GUIDED = {"trained": ("#7d54a8", ""), "vjp": ("#2463a6", "")}
 IDENTITY = ("#16877a", "")
 
 
-def way(summary: Summary) -> str:
-    """How chunks are handed off, in words."""
-    condition = summary.condition
-    return condition.schedule.value if condition.schedule is not Schedule.RTC else f"rtc {condition.guidance}".strip()
-
-
 def _look(name: str) -> tuple[str, str]:
     fixed = {Schedule.SYNC.value: SYNC, Schedule.NAIVE_ASYNC.value: NAIVE}
     return fixed[name] if name in fixed else GUIDED.get(name.removeprefix("rtc "), IDENTITY)
@@ -30,7 +24,7 @@ def svg_of_tasks(summary: Summary) -> str:
     """One evaluation: every task with its interval."""
     names = [score.task for score in summary.tasks]
     panel = _shares(summary.title, 46, 672, list(enumerate(names)), "success, 95 % interval")
-    colour, _ = _look(way(summary))
+    colour, _ = _look(summary.condition.way)
     parts = panel.axes()
     for i, score in enumerate(summary.tasks):
         s = score.success
@@ -56,11 +50,11 @@ def svg_of_cells(cells: Sequence[Summary]) -> str:
         columns,
         below,
     )
-    ways = list(dict.fromkeys(way(cell) for cell in cells))
+    ways = list(dict.fromkeys(cell.condition.way for cell in cells))
     parts = [*success.axes(), *jerk.axes()]
     for index, name in enumerate(ways):
         nudge = (index - (len(ways) - 1) / 2) * 0.012 * (max(delays) or 1.0)  # or intervals cover one another
-        own = sorted((c for c in cells if way(c) == name), key=lambda c: c.condition.delay_ms)
+        own = sorted((c for c in cells if c.condition.way == name), key=lambda c: c.condition.delay_ms)
         points = [(c.condition.delay_ms + nudge, c.all.success) for c in own]
         look = _look(name)
         parts += success.curve([(x, s.share) for x, s in points], *look)

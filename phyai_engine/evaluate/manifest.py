@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from phyai_engine.config import convert, read_yaml
 from phyai_engine.errors import ConfigError
+from phyai_engine.sim.tasks import TASKS
 
 SEED_STRIDE = 100_000
 """Between the seeds of two episodes: chunk k of one draws its noise from ``noise_seed + k``."""
@@ -58,6 +59,18 @@ def made(phrases: Mapping[str, Sequence[str]], episodes: int, seed: int) -> Mani
         for task, said in phrases.items()
         for i in range(episodes)
     )
+
+
+def chosen(path: Path | None, tasks: Sequence[str], episodes: int, seed: int) -> Manifest:
+    """The file's, or one made of the simulator's tasks. :param tasks: all where empty.
+
+    :raises ConfigError: unknown task, or the file is wrong.
+    """
+    if path is not None:
+        return load_manifest(path)
+    if unknown := [name for name in tasks if name not in TASKS]:
+        raise ConfigError("no such task", got=", ".join(unknown), wanted=", ".join(TASKS))
+    return made({name: TASKS[name].phrases for name in tasks or TASKS}, episodes, seed)
 
 
 def load_manifest(path: Path) -> Manifest:

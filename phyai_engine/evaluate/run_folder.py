@@ -6,6 +6,7 @@ every episode of the manifest, no more and no less.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from phyai_engine.config import RobotConfig
 from phyai_engine.errors import ConfigError
 from phyai_engine.evaluate.condition import Condition
 from phyai_engine.evaluate.manifest import Episode, Manifest, digest, lines, load_manifest
@@ -20,6 +22,7 @@ from phyai_engine.evaluate.provenance import Provenance
 from phyai_engine.evaluate.record import EpisodeRecord
 
 VERSION = 1
+IN_PROCESS, ROS = "in-process", "ros"
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,7 +31,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param robot: robot_id; ``robot_sha256`` of the robot as read, ``dt_s`` its control period.
     :param manifest_sha256: of its JSON lines.
     :param batch: requests that may be computed together.
-    :param driver: what moved the robot: ``in-process``, or ``ros`` for topics.
+    :param driver: IN_PROCESS, on a virtual clock, or ROS: over topics in real time.
     """
 
     version: int = VERSION
@@ -41,6 +44,34 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     episodes: int
     batch: int
     provenance: Provenance
+
+    @staticmethod
+    def of(
+        driver: str,
+        robot: RobotConfig,
+        condition: Condition,
+        manifest: Manifest,
+        provenance: Provenance,
+        *,
+        batch: int = 1,
+    ) -> Run:
+        """What is about to begin."""
+        return Run(
+            driver=driver,
+            robot=robot.robot_id,
+            robot_sha256=hashlib.sha256(msgspec.json.encode(robot)).hexdigest(),
+            dt_s=robot.dt_s,
+            condition=condition,
+            manifest_sha256=digest(manifest),
+            episodes=len(manifest),
+            batch=batch,
+            provenance=provenance,
+        )
+
+    @property
+    def title(self) -> str:
+        """The condition in words; over topics the delay is what it is."""
+        return self.condition.title if self.driver == IN_PROCESS else f"{self.condition.way}, over ROS topics"
 
     @property
     def identity(self) -> dict[str, object]:

@@ -75,7 +75,7 @@ def summarise(path: Path) -> Summary:
     margins = np.array([margin for record in records for margin in record.margins_s])
     ticks = sum(record.ticks for record in records)
     return Summary(
-        title=run.condition.title,
+        title=run.title,
         driver=run.driver,
         condition=run.condition,
         tasks=tasks,
