@@ -1,4 +1,4 @@
-"""`make demo`: a simulated robot driven over real ROS 2 by separate processes, watched, disturbed, stopped, reported.
+"""`make demo`: a simulated robot solves tasks over real ROS 2, is told others, disturbed, stopped, and reported.
 
 Each claim the demo makes is an invariant checked from what was heard on the wire; one that fails makes the exit code 1.
 """
@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,40 +18,63 @@ from rclpy.node import Node
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from std_msgs.msg import Bool, String
 
 from phyai_engine.config import config_dir, load_robot, resolve
 from phyai_engine.errors import PhyaiError
+from phyai_engine.replay.record import Invariant
 from phyai_engine.replay.report import write_report, write_summary
+from phyai_engine.sim.tasks import TASKS, Task, other_task
 from phyai_engine.types import SafetyState
-from phyai_ros.demo_checks import check
+from phyai_ros.demo_checks import Act, check
 from phyai_ros.processes import WAIT_S, Processes
+from phyai_ros.topics import LATCHED_QOS
 from phyai_ros.watch import Watch
 
 POLICY, SIM = "policy_node", "sim_robot"
+POLICY_FOLDER = config_dir() / "policies" / "sawyer"
+BEGUN_S = 1.0  # of motion before something happens to it
+SHOWN_S = 0.5  # of what was reached
+SEED = 1  # of the scene
 
 
 class Scenario:
-    """Runs the processes and the story; :attr:`watch` holds what was heard.
+    """Runs the processes and the story; :attr:`watch` holds what was heard, :attr:`acts` what was asked and solved.
 
-    :param record: folder that the policy node records into; None for no recording.
+    :param task: first of the two tasks of its scene, which take turns; None for a robot without tasks.
+    :param seconds: longest time for one instruction. :param record: folder that the policy node records into.
     """
 
     def __init__(
-        self, node: Node, watch: Watch, out: Path, robot: str, model: str, console: Console, record: Path | None = None
+        self,
+        node: Node,
+        watch: Watch,
+        out: Path,
+        robot: str,
+        model: str,
+        task: Task | None,
+        seconds: float,
+        console: Console,
+        record: Path | None = None,
     ) -> None:
         self.watch = watch
         self.processes = Processes(node, out, self._refresh)
+        self.acts: list[Act] = []
         self._robot, self._model, self._console, self._record = robot, model, console, record
+        self._task, self._seconds = task, seconds
+        self._solved = False
+        self._instruction = node.create_publisher(String, f"{POLICY}/instruction", 1)
+        node.create_subscription(Bool, f"{SIM}/success", self._on_success, LATCHED_QOS)
         self._live: Live | None = None
         self._phase = ""
         self._line_due_s = 0.0
 
-    def run(self, seconds: float) -> None:
-        """The whole story: about ``seconds`` of motion, a camera dropout, an abort, a re-arm, a stop.
+    def run(self) -> None:
+        """The whole story: four instructions, a camera dropout in the third, an abort and a re-arm in the fourth.
 
         :raises PhyaiError: a process did not come up or did not answer.
         """
-        watch, share = self.watch, seconds / 4
+        watch = self.watch
         with ExitStack() as stack:
             if self._console.is_terminal:
                 self._live = stack.enter_context(Live(self._view(), console=self._console, refresh_per_second=4))
@@ -61,12 +85,10 @@ class Scenario:
             self._transition("configure")
             self._transition("activate")
             self._until(SafetyState.RUNNING, WAIT_S, "the first action")
-            self._play("the policy drives the robot", 2 * share)
-            self._drop_camera("wrist")
-            self._play("recovered, driving again", share)
-            self._abort()
-            self._rearm()
-            self._play("re-armed, driving again in a new epoch", share)
+            self._ask(told=True)
+            self._ask()
+            self._ask(lambda: self._drop_camera("wrist"))
+            self._ask(self._interrupt)
             self._phase = "deactivate: a controlled stop"
             watch.event("stop", "deactivate")
             self._transition("deactivate")
@@ -77,20 +99,55 @@ class Scenario:
     # ---- the acts -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.processes.start(SIM, "phyai_ros.sim_node", robot=self._robot)
+        asked = {} if self._task is None else {"task": self._task.name, "seed": SEED}
+        self.processes.start(SIM, "phyai_ros.sim_node", "", robot=self._robot, **asked)
         self.processes.start(
             POLICY,
             "phyai_ros.policy_node",
             str(config_dir() / "profiles" / "demo.yaml"),
             robot=self._robot,
             model=self._model,
-            instruction="reach the goal",
+            instruction=self._words(),
             **({} if self._record is None else {"record": self._record.absolute()}),
         )
 
-    def _play(self, phase: str, seconds: float) -> None:
-        self._phase = phase
-        self.processes.spin(seconds)
+    def _ask(self, meanwhile: Callable[[], None] | None = None, *, told: bool = False) -> None:
+        """One instruction until it is carried out, or its time is over; then the scene's other task is next.
+
+        :param meanwhile: what happens to the robot once it moves. :param told: it was the node's parameter.
+        """
+        watch, words = self.watch, self._words()
+        if not told:
+            if self._task is not None:
+                self.processes.set_parameter(SIM, "task", self._task.name)
+            self._solved = False
+            self._instruction.publish(String(data=words))
+        watch.event("instruction", words)
+        began_s = watch.now_s
+        self._phase = f'"{words}"'
+        if meanwhile is not None:
+            self.processes.spin(BEGUN_S)
+            meanwhile()
+            self._phase = f'"{words}", going on'
+        end_s = watch.now_s + self._seconds
+        while not self._solved and watch.now_s < end_s:
+            self.processes.turn()
+        seconds = watch.now_s - began_s
+        if self._task is not None:
+            self.acts.append(Act(words, self._solved, seconds))
+            watch.event("note", f"{words}: {'solved' if self._solved else 'NOT solved'} after {seconds:.1f} s")
+            self._task = other_task(self._task)
+        self.processes.spin(SHOWN_S)
+
+    def _words(self) -> str:
+        return "reach the goal" if self._task is None else self._task.phrases[0]
+
+    def _on_success(self, message: Bool) -> None:
+        self._solved = message.data
+
+    def _interrupt(self) -> None:
+        self._abort()
+        self._rearm()
 
     def _drop_camera(self, camera: str) -> None:
         watch = self.watch
@@ -156,6 +213,7 @@ class Scenario:
         table.add_column(style="bold")
         table.add_column()
         table.add_row("now", self._phase)
+        table.add_row("solved", "; ".join(map(str, self.acts)) or "-")
         for key, value in self.watch.rows():
             table.add_row(key, value)
         return table
@@ -165,9 +223,10 @@ def main(args: list[str] | None = None) -> int:
     """`python -m phyai_ros.demo`; exit code 0 when every invariant held."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of report, record and logs")
-    parser.add_argument("--robot", default="metaworld_sawyer", help="robot file or name")
-    parser.add_argument("--model", default="pi05_demo", help="model file or name")
-    parser.add_argument("--seconds", type=float, default=20.0, help="about this much motion")
+    parser.add_argument("--robot", default="sawyer_20hz", help="robot file or name")
+    parser.add_argument("--model", default=str(POLICY_FOLDER), help="checkpoint folder, model file or name")
+    parser.add_argument("--task", default="drawer-open", choices=[*TASKS, "none"], help="the first; none: no task")
+    parser.add_argument("--seconds", type=float, default=15.0, help="longest time for one instruction")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="have the policy node record into a new folder")
     options = parser.parse_args(args)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -176,11 +235,21 @@ def main(args: list[str] | None = None) -> int:
     rclpy.init()
     node = Node("demo")
     watch = Watch(node, robot, POLICY)
-    scenario = Scenario(node, watch, options.out, options.robot, options.model, console, options.record)
+    scenario = Scenario(
+        node,
+        watch,
+        options.out,
+        options.robot,
+        options.model,
+        TASKS.get(options.task),
+        options.seconds,
+        console,
+        options.record,
+    )
     torch_in_node = False
     error = ""
     try:
-        scenario.run(options.seconds)
+        scenario.run()
         torch_in_node = scenario.processes.imports_torch(POLICY)
     except (PhyaiError, KeyboardInterrupt) as caught:
         error = str(caught) or "interrupted"
@@ -188,13 +257,12 @@ def main(args: list[str] | None = None) -> int:
         scenario.processes.stop()
         node.destroy_node()
         rclpy.try_shutdown()
-    return _finish(console, watch, options.out, scenario.processes.exit_codes, torch_in_node, error)
+    invariants = check(watch, scenario.acts, scenario.processes.exit_codes, torch_in_node, error)
+    return _finish(console, watch, options.out, invariants)
 
 
-def _finish(
-    console: Console, watch: Watch, out: Path, exit_codes: dict[str, int], torch_in_node: bool, error: str
-) -> int:
-    record = watch.record(check(watch, exit_codes, torch_in_node, error))
+def _finish(console: Console, watch: Watch, out: Path, invariants: list[Invariant]) -> int:
+    record = watch.record(invariants)
     record.save(out / "record.json")
     write_summary(record, out / "summary.json")
     write_report(record, out / "report.html")
