@@ -32,7 +32,7 @@ def check(
     accepted = [t for t in timings if t.outcome == "accepted"]
     return [
         Invariant(
-            "the story ran to its end", not error, error or "start, instructions by topic, dropout, abort, re-arm, stop"
+            "the story ran to its end", not error, error or "instructions by topic, dropout, abort, re-arm, stop"
         ),
         Invariant(
             "the policy drove the robot",
