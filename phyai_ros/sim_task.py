@@ -37,7 +37,7 @@ class SimTask:
         self.look()
 
     def look(self) -> None:
-        """Say whether the task is solved, where that has changed."""
+        """Say whether the task is solved, where that has changed. Called every control period."""
         if self._robot.success != self._said:
             self._said = self._robot.success
             self._success.publish(Bool(data=self._said))
@@ -63,7 +63,6 @@ class SimTask:
                 self.name = str(parameter.value)
                 self._robot.set_task(self.name)
                 self._node.get_logger().info(f"asked to {self._robot.instruction}")
-                self.look()
 
 
 def _described(text: str) -> ParameterDescriptor:

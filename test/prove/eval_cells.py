@@ -55,6 +55,7 @@ def common(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--tasks", default="", metavar="A,B", help="default: all")
     parser.add_argument("--seed", type=int, default=3, help="of scenes and noise")
     parser.add_argument("--lanes", type=int, default=1, help="evaluations at a time")
+    parser.add_argument("--workers", type=int, default=0, help="simulators of each; 0: a lane's share of the cores")
     parser.add_argument("--out", type=Path, default=Path("out/eval-cells"))
     return options(parser)
 
@@ -67,7 +68,7 @@ def evaluation(chosen: argparse.Namespace, condition: Condition, episodes: int) 
         episodes=episodes,
         seed=chosen.seed,
         condition=condition,
-        workers=max(1, cores() // chosen.lanes - (chosen.lanes < cores())),
+        workers=chosen.workers or max(1, cores() // chosen.lanes - 1),
         out=folder_of(chosen.out, condition),
     )
 
