@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -451,6 +451,32 @@ def rtc_study(
         from phyai_engine.rtc_study.command import parse_options, study_command  # noqa: PLC0415 - torch
 
         study_command(parse_options(methods, delays, episodes=episodes, seed=seed), out, plot)
+
+
+@app.command()
+def train(
+    what: Annotated[Literal["demo"], typer.Argument(help="demo: a small pi0.5 for the simulated scenes.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The checkpoint folder.")] = Path("out/policy"),
+    work: Annotated[
+        Path, typer.Option(metavar="DIR", help="Demonstrations and the state to resume from; delete it to begin anew.")
+    ] = Path("out/train"),
+    smoke: Annotated[bool, typer.Option("--smoke", help="Every part once with a tiny network; it learns nothing.")] = False,
+    processes: Annotated[
+        int, typer.Option(min=0, help="Simulators side by side. Default: all cores but two.", show_default=False)
+    ] = 0,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe (phyai_engine/train/recipe.py).")
+    ] = None,
+) -> None:
+    """Train a policy end to end: demonstrations, flow matching, corrections of its own play, a check in closed loop.
+
+    Needs the extras engine and sim, and for the real one an accelerator.
+    """
+    with readable_errors():
+        from phyai_engine.train.command import recipe_with, train_command  # noqa: PLC0415 - torch
+        from phyai_engine.train.recipe import SMOKE, Recipe  # noqa: PLC0415
+
+        train_command(recipe_with(SMOKE if smoke else Recipe(), change or []), out, work, processes or None)
 
 
 def main() -> None:
