@@ -357,16 +357,6 @@ def sweep(
     raise typer.Exit(code)
 
 
-class Fault(str, Enum):
-    """What an evaluation may wire wrong on purpose."""
-
-    NONE = "none"
-    SWAPPED_CAMERAS = "swapped_cameras"
-    PERMUTED_JOINTS = "permuted_joints"
-    STALE_OBSERVATIONS = "stale_observations"
-    WRONG_STATISTICS = "wrong_statistics"
-
-
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a model file, a shipped name.")],
@@ -382,7 +372,7 @@ def evaluate(
     delay_ms: Annotated[float, typer.Option(min=0.0, help="From observation to chunk, in whole control ticks.")] = 0.0,
     execution_horizon: Annotated[int, typer.Option(min=0, help="Steps of a chunk to execute; 0: half of it.")] = 0,
     refuse: Annotated[bool, typer.Option("--refuse", help="Refuse chunks beyond the limits; else clip.")] = False,
-    fault: Annotated[Fault, typer.Option(help="Wire this wrong: an evaluation must be able to fail.")] = Fault.NONE,
+    fault: Annotated[str, typer.Option(help="Wire something wrong, such as swapped_cameras.")] = "none",
     seconds: Annotated[float, typer.Option(min=0.1, help="Robot time after which an episode has failed.")] = 15.0,
     device: Annotated[Device, typer.Option(help="auto: as the model file says, else the accelerator.")] = Device.AUTO,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: the model's.")] = None,
@@ -400,8 +390,7 @@ def evaluate(
     """
     with readable_errors():
         from phyai_engine.evaluate.command import EvalOptions, eval_command  # noqa: PLC0415
-        from phyai_engine.evaluate.condition import Condition  # noqa: PLC0415
-        from phyai_engine.evaluate.condition import Fault as Wired  # noqa: PLC0415
+        from phyai_engine.evaluate.condition import Condition, wired  # noqa: PLC0415
         from phyai_engine.types import Schedule  # noqa: PLC0415 - numpy
 
         condition = Condition(
@@ -411,7 +400,7 @@ def evaluate(
             execution_horizon=execution_horizon,
             clamp=not refuse,
             dtype="" if dtype is None else dtype.value,
-            fault=Wired(fault.value),
+            fault=wired(fault),
             seconds_max=seconds,
         )
         options = EvalOptions(

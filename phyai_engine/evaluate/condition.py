@@ -22,6 +22,17 @@ class Fault(str, enum.Enum):
     WRONG_STATISTICS = "wrong_statistics"
 
 
+def wired(name: str) -> Fault:
+    """The fault of that name.
+
+    :raises ConfigError: there is none.
+    """
+    known = [fault.value for fault in Fault]
+    if name not in known:
+        raise ConfigError("no such fault", got=name, wanted=f"one of {', '.join(known)}")
+    return Fault(name)
+
+
 class Condition(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All that may change the result beside the checkpoint and the manifest.
 

@@ -212,3 +212,5 @@ def test_phyai_eval_end_to_end(tmp_path: Path) -> None:
     assert other.exit_code == 2 and "another evaluation lies there" in other.output
     unknown = CliRunner().invoke(app, ["eval", str(model), "--tasks", "fly"])
     assert unknown.exit_code == 2 and "no such task" in unknown.output
+    unknown = CliRunner().invoke(app, ["eval", str(model), "--fault", "rain"])
+    assert unknown.exit_code == 2 and "one of none, swapped_cameras" in unknown.output
