@@ -27,6 +27,7 @@ Row = tuple[str, str, bool | None]
 DELAYS_MS = (0.0, 200.0, 400.0)
 WAYS = ((Schedule.SYNC, ""), (Schedule.NAIVE_ASYNC, ""), (Schedule.RTC, "identity"), (Schedule.RTC, "trained"))
 COLUMNS = ("cell", "n", "success [95 %]", "less than at 0 ms [95 %]", "jerk", "jump p50/p99", "s", "at rest")
+N_MIN = 200
 DROP_MAX = 0.05
 """A drop whose interval reaches down to this is not shown to be a larger one."""
 
@@ -99,7 +100,9 @@ def main() -> int:
         for delay_ms in DELAYS_MS
     ]
     cells = play([evaluation(chosen, condition, chosen.episodes) for condition in conditions], chosen.lanes)
-    rows, claims = [], []
+    rows: list[tuple[str, ...]] = []
+    n = min(cell.all.n for cell in cells)
+    claims: list[Row] = [(f"{N_MIN} paired episodes a cell at least", str(n), n >= N_MIN)]
     for condition, cell in zip(conditions, cells, strict=True):
         origin = folder_of(chosen.out, msgspec.structs.replace(condition, delay_ms=0.0))
         lost = difference(origin, folder_of(chosen.out, condition))
