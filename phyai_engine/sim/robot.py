@@ -28,7 +28,11 @@ class SimRobot(Protocol):
 
     action_names: tuple[str, ...]
     dt_s: float
-    instruction: str
+
+    @property
+    def instruction(self) -> str:
+        """What a person would say to have the task done."""
+        ...
 
     @property
     def success(self) -> bool:
