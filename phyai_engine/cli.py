@@ -445,16 +445,21 @@ def rtc_study(
 @app.command()
 def train(
     what: Annotated[Literal["demo"], typer.Argument(help="demo: a small pi0.5 for the simulated scenes.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The checkpoint folder.")] = Path("out/policy"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The checkpoint folder.")] = Path(
+        "out/policy"
+    ),
     work: Annotated[
         Path, typer.Option(metavar="DIR", help="Demonstrations and the state to resume from; delete it to begin anew.")
     ] = Path("out/train"),
-    smoke: Annotated[bool, typer.Option("--smoke", help="Every part once with a tiny network; it learns nothing.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Every part once with a tiny network; it learns nothing.")
+    ] = False,
     processes: Annotated[
         int, typer.Option(min=0, help="Simulators side by side. Default: all cores but two.", show_default=False)
     ] = 0,
     change: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe (phyai_engine/train/recipe.py).")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe (phyai_engine/train/recipe.py)."),
     ] = None,
 ) -> None:
     """Train a policy end to end: demonstrations, flow matching, corrections of its own play, a check in closed loop.

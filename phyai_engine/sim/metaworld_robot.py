@@ -23,9 +23,10 @@ HAND_JOINTS = ("hand_x", "hand_y", "hand_z", "gripper")
 # down (gripperPOV) it would see none of the objects before the hand is upon them.
 CAMERAS = {"front": ("corner4", True), "wrist": ("behindGripper", False)}
 PHYSICS_S = 0.0125  # of one environment step
-# The hand follows its target like a spring. Unbounded, a target that a blocked hand leaves behind has to come all the way
-# back before the hand moves again, and no observation shows it.
+# The hand follows its target like a spring. Unbounded, a target that ran ahead of a blocked hand has to come all the
+# way back before the hand moves again, and no observation shows it.
 TARGET_LEAD_M = 0.05
+NOWHERE = (10.0, 10.0, 10.0)  # m: the marker of Meta-World's goal would tell the policy what only the words should
 # Where the hand starts in a scene of tasks.py, m: in front of the objects and above them.
 HAND_LOWER, HAND_UPPER = (-0.2, 0.45, 0.2), (0.2, 0.6, 0.35)
 EGL_PACKAGES = "libegl1 libegl-mesa0 libopengl0 libgl1-mesa-dri"
@@ -83,6 +84,11 @@ class MetaWorldRobot:
         self._size = (width, height)
         self._lock = threading.Lock()  # the physics state, shared with the rendering thread
         self._own_instruction = task.rpartition("-")[0].replace("-", " ")
+        if self.task is not None:
+            self._env.reset()  # its own predicates need a goal
+            self._env._target_pos = np.array(NOWHERE)
+            for name, _ in self._env._target_site_config:
+                self._env.model.site(name).pos = NOWHERE
         self.reset(seed)
 
     @property
@@ -127,15 +133,16 @@ class MetaWorldRobot:
 
     def reset(self, seed: int) -> None:
         """Start the task over with goal and objects placed by ``seed``; 50 ms."""
+        if self.task is not None:
+            drawn = np.random.default_rng(seed)
+            share = (
+                0.7 * float(drawn.uniform()) * float(drawn.uniform() < 0.5)
+            )  # often at the very end, as a person left it
+            self.place(drawn.uniform(HAND_LOWER, HAND_UPPER), drawn.uniform(*_box(self.task)), share)
+            return
         with self._lock:
             self._env.seed(seed)
             observation, _ = self._env.reset()
-        self._gripper = -1.0
-        if self.task is not None:
-            drawn = np.random.default_rng(seed)
-            share = 0.7 * float(drawn.uniform()) * float(drawn.uniform() < 0.5)  # often at the very end, as a person left it
-            self.place(drawn.uniform(HAND_LOWER, HAND_UPPER), drawn.uniform(*_box(self.task)), share)
-            return
         self._begin(observation)
 
     def place(self, hand: F64, at: F64, share: float) -> None:
@@ -147,7 +154,9 @@ class MetaWorldRobot:
         task, env = self.task, self._env
         if task is None:
             raise ConfigError("only scenes of sim/tasks.py are arranged", wanted=f"one of {', '.join(TASKS)}")
+        mujoco = _require("mujoco")
         with self._lock:
+            mujoco.mj_resetData(env.model, env.data)
             env.hand_init_pos = np.array(hand)
             env.model.body(task.scene.body).pos = (0.0, 5.0, 0.0)  # out of the hand's way
             env._reset_hand()
@@ -156,11 +165,12 @@ class MetaWorldRobot:
             joint = env.data.joint(task.scene.joint)
             joint.qpos[0] = lower + (upper - lower) * (share if task.end == "upper" else 1.0 - share)
             joint.qvel[0] = 0.0
-            _require("mujoco").mj_forward(env.model, env.data)
+            mujoco.mj_forward(env.model, env.data)
             observation = env._get_obs()
         self._begin(observation)
 
     def _begin(self, observation: F64) -> None:
+        self._gripper = -1.0
         self._success = False
         self._positions = self._read(observation)
         self._velocities = np.zeros_like(self._positions)

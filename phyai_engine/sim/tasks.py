@@ -1,9 +1,10 @@
 """Tasks of the Meta-World robot that share scenes, two to a scene: only the instruction says which of them is meant.
 
 A task is judged by the joint of the scene, whatever the scene was made for: it is solved when the joint stands within
-a tenth of its travel of the end that the instruction asks for. Meta-World's own predicates belong to the class that made
-the scene, and ask nearly the same: drawer open at the very end (here 144 of 160 mm) and closed from 147 mm on, window
-open from 190 of 200 mm (here 180) and closed up to 40 mm (here 20), faucet within about 0.4 rad (here 0.31) of its end.
+a tenth of its travel of the end that the instruction asks for. Meta-World's own predicates belong to the class that
+made the scene, and ask nearly the same: drawer open at the very end (here 144 of 160 mm) and closed from 147 mm on,
+window open from 190 of 200 mm (here 180) and closed up to 40 mm (here 20), faucet within about 0.4 rad (here 0.31) of
+its end.
 """
 
 from __future__ import annotations

@@ -31,7 +31,14 @@ def statistics(states: F64, actions: F64) -> dict[str, dict[str, list[float]]]:
 
     def of(rows: F64) -> dict[str, list[float]]:
         low, high = np.quantile(rows, (0.01, 0.99), axis=0)
-        values = {"mean": rows.mean(0), "std": rows.std(0), "min": rows.min(0), "max": rows.max(0), "q01": low, "q99": high}
+        values = {
+            "mean": rows.mean(0),
+            "std": rows.std(0),
+            "min": rows.min(0),
+            "max": rows.max(0),
+            "q01": low,
+            "q99": high,
+        }
         return {name: [round(float(v), 6) for v in value] for name, value in values.items()}
 
     return {"observation.state": of(states), "action": of(actions)}
@@ -107,7 +114,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], options: PiOptions, stats
     return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
-def _write_processors(folder: Path, features: Mapping[str, Any], outputs: Mapping[str, Any], options: PiOptions) -> None:
+def _write_processors(
+    folder: Path, features: Mapping[str, Any], outputs: Mapping[str, Any], options: PiOptions
+) -> None:
     def normalise(name: str, of: Mapping[str, Any], file: str) -> dict[str, Any]:
         config = {"eps": 1e-8, "features": of, "norm_map": _MODES}
         return {"registry_name": name, "config": config, "state_file": f"policy_{file}_stats.safetensors"}

@@ -1,8 +1,8 @@
 """Demonstrations: the scripted expert in the simulated scenes, disturbed, in both orders, from anywhere.
 
-An episode is one scene and several instructions, one after the other; some come before the last one is done. Now and then
-something else moves the hand for a while, at random or as the policy would (a correction round): the expert then recovers
-from where that ended. Only what the expert does on its own becomes an action to learn; where it ends, a chunk does too.
+An episode is one scene and several instructions, one after the other; some come before the last one is done. Now and
+then something else moves the hand for a while, at random or as the policy would (a correction round): the expert then
+recovers from where that ended. Only what the expert does on its own is learned; where that ends, a chunk ends too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recording:
     def see(self, images: Sequence[U8]) -> None:
         """The next step's images in the model's order, each [s, s, 3] as the model sees it."""
         for image in images:
-            self._images.write(np.ascontiguousarray(image))
+            self._images.write(image.tobytes())
 
     def close(self) -> None:
         """Write what is not yet written."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from phyai_engine.config import RobotConfig, load_robot, resolve
+from phyai_engine.config import RobotConfig, convert, load_robot, resolve
 from phyai_engine.models.pi import PiModel
 from phyai_engine.runner import Runner
 from phyai_engine.sim.tasks import TASKS, other_task
@@ -66,18 +66,23 @@ class Run:
             collected = time.monotonic()
             dataset, stats = self._dataset(number)
             loaded = time.monotonic()
-            console.print(f"round {number}: {len(dataset)} observations; collected {collected - began:.0f} s, read {loaded - collected:.0f} s")
+            console.print(
+                f"round {number}: {len(dataset)} observations; collected {collected - began:.0f} s, "
+                f"read {loaded - collected:.0f} s"
+            )
             self._fit(trainer, dataset)
             del dataset
             sha = checkpoint.write(self.folder, trainer.export(), recipe.model, stats, recipe.max_delay)
             trainer.save(self.state)
             (self.work / f"round{number}.done").touch()
-            console.print(f"round {number}: {trainer.step} steps, trained {time.monotonic() - loaded:.0f} s, SHA-256 {sha}")
+            console.print(
+                f"round {number}: {trainer.step} steps, trained {time.monotonic() - loaded:.0f} s, SHA-256 {sha}"
+            )
 
     def check(self, episodes: int) -> Table:
         """Play the folder's policy: each task, and then the other one of the scene."""
         trials = [
-            workers.Trial(name, _CHECK_SEED + i, other_task(task).name)
+            workers.Trial(name, _CHECK_SEED + i, other_task(task).name, self.recipe.check_steps)
             for i in range(episodes)
             for name, task in TASKS.items()
         ]
@@ -90,7 +95,9 @@ class Run:
 
         jobs = [trials[i :: self.processes] for i in range(self.processes)]
         workers.run(self.robot, [job for job in jobs if job], count, self._policy())
-        table = Table("task", "solved", "then the other one", "steps", title=f"{episodes} episodes each, sync, whole chunks")
+        table = Table(
+            "task", "solved", "then the other one", "steps", title=f"{episodes} episodes each, sync, whole chunks"
+        )
         for name in TASKS:
             table.add_row(name, f"{solved[name]}", f"{then[name]}", f"{steps[name] / episodes:.0f}")
         table.add_row("all", f"{sum(solved.values())} of {len(trials)}", f"{sum(then.values())}", "")
@@ -101,7 +108,12 @@ class Run:
         size = self.recipe.model.image_size
         seeds = [number * 100_000 + i for i in range(episodes)]
         jobs = [
-            (str(self.work / f"round{number}-{i}"), seeds[i :: self.processes], size, 60.0 * self.recipe.collect_minutes)
+            (
+                str(self.work / f"round{number}-{i}"),
+                seeds[i :: self.processes],
+                size,
+                60.0 * self.recipe.collect_minutes,
+            )
             for i in range(min(self.processes, episodes))
         ]
         with _progress(self.console) as progress:
@@ -139,7 +151,12 @@ class Run:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
@@ -154,9 +171,7 @@ def train_command(recipe: Recipe, folder: Path, work: Path, processes: int | Non
 
 
 def recipe_with(base: Recipe, changes: Sequence[str]) -> Recipe:
-    """:param changes: ``key=value``, of the recipe. :raises ConfigError: an unknown key, or a value that does not fit."""
-    from phyai_engine.config import convert  # noqa: PLC0415
-
+    """:param changes: ``key=value``, values as JSON. :raises ConfigError: an unknown key or a wrong value."""
     given = {**msgspec.to_builtins(base)}
     for text in changes:
         key, _, value = text.partition("=")

@@ -72,7 +72,13 @@ class Dataset:
     """Draws batches. :param stats: of the checkpoint, ``checkpoint.statistics``. :param tokenizer: its file."""
 
     def __init__(
-        self, files: Sequence[Path], steps: Steps, recipe: Recipe, stats: Statistics, tokenizer: Path, device: torch.device
+        self,
+        files: Sequence[Path],
+        steps: Steps,
+        recipe: Recipe,
+        stats: Statistics,
+        tokenizer: Path,
+        device: torch.device,
     ) -> None:
         self._recipe, self._device = recipe, device
         options, horizon = recipe.model, recipe.model.action_horizon
@@ -81,7 +87,8 @@ class Dataset:
         rule = Normalisation(
             kind="quantile",
             rule="lerobot",
-            **{part: {q: tuple(stats[key][q]) for q in ("q01", "q99")} for part, key in _PARTS.items()},
+            state=_quantiles(stats, "observation.state"),
+            actions=_quantiles(stats, "action"),
         )
         none = (np.zeros(0), np.zeros(0))
         actions = scaling(rule, "actions", none, ACTIONS, len(ACTIONS)).normalise(steps.actions)
@@ -95,9 +102,8 @@ class Dataset:
         self._known = torch.from_numpy(steps.known).to(device)
         self._ages = torch.from_numpy(steps.ages).to(device)
         self._ahead = torch.arange(horizon, device=device)
-        self._images = torch.empty(
-            (len(steps.known), len(options.cameras), options.image_size, options.image_size, 3), dtype=torch.uint8, device=device
-        )
+        shape = (len(steps.known), len(options.cameras), options.image_size, options.image_size, 3)
+        self._images = torch.empty(shape, dtype=torch.uint8, device=device)
         first = 0
         for path in files:
             part = np.fromfile(path.with_suffix(".images"), dtype=np.uint8).reshape(-1, *self._images.shape[1:])
@@ -114,9 +120,7 @@ class Dataset:
         rows = self._rows[place]
         at = (rows[:, None] + self._ahead).clamp(max=len(self._actions) - 1)
         known = self._ahead < self._known[rows, None]
-        return Batch(
-            self._pictures(rows, generator), self._tokens[place], self._masks[place], self._actions[at], known
-        )
+        return Batch(self._pictures(rows, generator), self._tokens[place], self._masks[place], self._actions[at], known)
 
     def _pictures(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """Of each camera an image that may be a few steps old, shifted and lit at random."""
@@ -140,4 +144,5 @@ class Dataset:
         return lit.permute(0, 1, 4, 2, 3)
 
 
-_PARTS = {"state": "observation.state", "actions": "action"}
+def _quantiles(stats: Statistics, key: str) -> dict[str, tuple[float, ...]]:
+    return {name: tuple(stats[key][name]) for name in ("q01", "q99")}

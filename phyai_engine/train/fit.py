@@ -104,12 +104,12 @@ def flow_loss(network: PiNetwork, batch: Batch, recipe: Recipe, generator: torch
     """
     chunk, known = (part.repeat_interleave(recipe.draws, dim=0) for part in (batch.chunk, batch.known))
     count, horizon = known.shape
-    drawn = {"device": chunk.device, "generator": generator}
-    noise = torch.randn(chunk.shape, **drawn)
-    time_drawn = torch.rand(count, **drawn).pow(1.0 / 1.5) * 0.999 + 0.001  # the inverse of Beta(1.5, 1)'s distribution
-    prefix = torch.randint(1, recipe.max_delay + 1, (count,), **drawn)
-    prefix = prefix * (torch.rand(count, **drawn) < 0.5)
-    clean = torch.arange(horizon, device=chunk.device) < prefix[:, None]
+    device = chunk.device
+    noise = torch.randn(chunk.shape, device=device, generator=generator)
+    uniform = torch.rand((2, count), device=device, generator=generator)
+    time_drawn = uniform[0].pow(1.0 / 1.5) * 0.999 + 0.001  # the inverse of Beta(1.5, 1)'s distribution
+    prefix = torch.randint(1, recipe.max_delay + 1, (count,), device=device, generator=generator) * (uniform[1] < 0.5)
+    clean = torch.arange(horizon, device=device) < prefix[:, None]
     t = time_drawn[:, None].masked_fill(clean, 0.0)[..., None]
     x = t * noise + (1.0 - t) * chunk
     seen = network.observe(batch.images, batch.tokens, batch.token_mask)

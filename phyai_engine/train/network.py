@@ -1,6 +1,6 @@
 """pi0.5 in training: the modules of models/pi.py, with what it folds at load time still apart.
 
-Only the reference operators have an autograd form. Two of them are written anew here: K and V of each layer have tensors
+Only the reference operators have an autograd form. Two things differ from inference: K and V of each layer have tensors
 of their own (autograd forbids writing into a slab that an earlier layer still needs), and attention is torch's own.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None 
 _OPS = replace(REFERENCE, attend=_attend)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class Seen(NamedTuple):
     """K and V of a batch of observations: per layer [B, kv_heads, C, head_dim]; valid columns [B]."""
 
     keys: list[Tensor]
@@ -85,7 +84,7 @@ class PiNetwork(nn.Module):
         x = torch.cat((pictures.to(words.dtype), words), dim=1)
         valid = pictures.shape[1] + token_mask.sum(dim=1)
         zero = torch.zeros_like(valid)
-        keys, values = (self._columns(batch, x.shape[1], x.device) for _ in range(2))
+        keys, values = (self._columns(o.depth, batch, x.shape[1], x.device) for _ in range(2))
         model.language.fill(x, self._span(keys, values, zero, valid, x.shape[1]), model.language.plain_norm, _OPS)
         return Seen(keys, values, valid)
 
@@ -97,10 +96,9 @@ class PiNetwork(nn.Module):
         o, model = self.options, self.model
         draws = len(x) // len(seen.valid)
         valid = seen.valid.repeat_interleave(draws)
-        own = self._columns(len(x), o.action_horizon, x.device)
+        own = self._columns(1, len(x), o.action_horizon, x.device)[0]
         keys, values = (
-            [torch.cat((part.repeat_interleave(draws, dim=0), new), dim=2) for part, new in zip(parts, own, strict=True)]
-            for parts in (seen.keys, seen.values)
+            [torch.cat((part.repeat_interleave(draws, dim=0), own), dim=2) for part in parts] for parts in seen[:2]
         )
         span = self._span(keys, values, valid, valid + o.action_horizon, o.action_horizon)
         table = self._modulation(torch.cat((times, times.new_zeros(1))))
@@ -127,12 +125,12 @@ class PiNetwork(nn.Module):
             made = torch.einsum("kw,nvw->knv", condition, self.modulate) + self.modulate_bias
         return made.view(len(times), -1, 3, o.exp_width)
 
-    def _columns(self, batch: int, length: int, device: torch.device) -> list[Tensor]:
+    def _columns(self, layers: int, batch: int, length: int, device: torch.device) -> list[Tensor]:
         o = self.options
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
         length += -length % _COLUMNS
         shape = (batch, o.kv_heads, length, o.head_dim)
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(o.depth)]
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
     def _span(self, keys: list[Tensor], values: list[Tensor], start: Tensor, lengths: Tensor, count: int) -> Span:
         positions = start[:, None] + torch.arange(count, device=start.device)

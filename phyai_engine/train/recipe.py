@@ -10,7 +10,7 @@ from phyai_engine.models.pi_options import PiOptions
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One training.
 
-    :param robot: a robot file or name. :param model: dimensions of the network. :param max_delay: d_max of `trained` RTC.
+    :param robot: a robot file or name. :param model: of the network. :param max_delay: d_max of the clean prefixes.
     :param episodes: of the expert alone. :param corrections: how many more in each later round, in which the policy
         plays and the expert takes over. :param rounds: of training, the first on the expert's episodes alone.
     :param collect_minutes: a collection ends then, whatever it has.
@@ -18,6 +18,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param batch: observations of a step. :param draws: noises and flow times for each of them: the prefix, which costs
         most, is computed once for all. :param average: kept share of the running average of the weights, which is what
         plays.
+    :param check_episodes: of each task at the end, each of at most ``check_steps`` steps for each instruction.
     :param shift_px, light: largest random shift of the images and change of their brightness.
     :param lag: shares of images that are 0, 1, 2 .. steps older than the state, as cameras of a real robot are.
     """
@@ -66,6 +67,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lag: tuple[float, ...] = (0.55, 0.2, 0.15, 0.1)
     seed: int = 0
     check_episodes: int = 10
+    check_steps: int = 200
 
 
 SMOKE = Recipe(
@@ -94,12 +96,13 @@ SMOKE = Recipe(
         graphs="none",
         kernels="reference",
     ),
-    episodes=2,
+    episodes=1,
     corrections=1,
     rounds=2,
     steps=3,
     batch=4,
     draws=2,
     check_episodes=1,
+    check_steps=5,
 )
 """Every part once, in seconds: what it makes has learned nothing."""

@@ -22,15 +22,18 @@ from phyai_engine.train.collect import Demonstrator, Recording, Scenes
 from phyai_engine.types import F32, F64, U8, ModelSpec, Observation, Request, Row
 
 _BATCH = 16
-EPISODE_STEPS = 200
 
 
 class Trial(Struct, frozen=True):
-    """One closed-loop episode. :param then: the task that is asked for next in the same scene; empty for none."""
+    """One closed-loop episode. :param then: the task that is asked for next in the same scene; empty for none.
+
+    :param limit: steps of the control period for each of the two.
+    """
 
     task: str
     seed: int
     then: str = ""
+    limit: int = 200
 
 
 class Verdict(Struct, frozen=True):
@@ -76,11 +79,11 @@ def play(robot: MetaWorldRobot, instruction: str, plays: Player, cameras: Sequen
 def _trial(trial: Trial, cameras: Sequence[str], scenes: Scenes, plays: Player) -> Verdict:
     robot = scenes.robot(TASKS[trial.task])
     robot.reset(trial.seed)
-    steps = play(robot, robot.instruction, plays, cameras, EPISODE_STEPS)
+    steps = play(robot, robot.instruction, plays, cameras, trial.limit)
     solved, then_solved = robot.success, False
     if solved and trial.then:
         robot.set_task(trial.then)
-        play(robot, TASKS[trial.then].phrases[0], plays, cameras, EPISODE_STEPS)
+        play(robot, TASKS[trial.then].phrases[0], plays, cameras, trial.limit)
         then_solved = robot.success
     return Verdict(trial, solved, steps, then_solved)
 
