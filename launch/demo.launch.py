@@ -21,17 +21,18 @@ from launch_ros.actions import Node
 
 HERE = Path(__file__).resolve().parent
 PROFILE = HERE.parent / "config" / "profiles" / "demo.yaml"
+TRAINED = HERE.parent / "config" / "policies" / "metaworld"
 
 # name, default, description
 ARGUMENTS = (
-    ("robot", "metaworld_sawyer", "Robot file: a path, or the name of a shipped one (metaworld_sawyer, arm7)."),
-    ("model", "pi05_demo", "Model file: a path, or the name of a shipped one."),
+    ("robot", "sawyer_20hz", "Robot file: a path, or the name of a shipped one (sawyer_20hz, arm7)."),
+    ("model", str(TRAINED), "Checkpoint folder, model file, or the name of a shipped one."),
     ("namespace", "", "Namespace of the nodes and of all their topics."),
     ("params_file", str(PROFILE), "Parameters of the policy node; arguments override it."),
     ("output", "steps", "How commands leave the policy node; trajectory needs robot:=arm7."),
-    ("instruction", "reach the goal", "What the robot is to do, in words."),
-    ("task", "reach-v3", "Meta-World task; robots without tasks ignore it."),
-    ("seed", "0", "Seed of the scene."),
+    ("instruction", "open the drawer", "What the robot is to do, in words."),
+    ("task", "drawer-open", "Task that the scene is made for; robots without tasks ignore it."),
+    ("seed", "1", "Seed of the scene."),
 )
 COMMAND_TOPICS = {"steps": "policy_node/step", "chunks": "player_node/step"}
 

@@ -32,7 +32,7 @@ from phyai_ros.topics import LATCHED_QOS
 from phyai_ros.watch import Watch
 
 POLICY, SIM = "policy_node", "sim_robot"
-POLICY_FOLDER = config_dir() / "policies" / "sawyer"
+POLICY_FOLDER = config_dir() / "policies" / "metaworld"
 BEGUN_S = 1.0  # of motion before something happens to it
 SHOWN_S = 0.5  # of what was reached
 SEED = 1  # of the scene
