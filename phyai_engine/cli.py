@@ -451,6 +451,10 @@ def train(
     work: Annotated[
         Path, typer.Option(metavar="DIR", help="Demonstrations and the state to resume from; delete it to begin anew.")
     ] = Path("out/train"),
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Begin with this checkpoint: it plays, and is corrected."),
+    ] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Every part once with a tiny network; it learns nothing.")
     ] = False,
@@ -470,7 +474,7 @@ def train(
         from phyai_engine.train.command import recipe_with, train_command  # noqa: PLC0415 - torch
         from phyai_engine.train.recipe import SMOKE, Recipe  # noqa: PLC0415
 
-        train_command(recipe_with(SMOKE if smoke else Recipe(), change or []), out, work, processes or None)
+        train_command(recipe_with(SMOKE if smoke else Recipe(), change or []), out, work, processes or None, start)
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ class Expert:
         if np.linalg.norm(aside) < _ENTER_M or (np.linalg.norm(aside) < _REACH_M and height < _clearance(clear)):
             return -off
         if height < _clearance(clear):
-            away: F64 = out * (float(np.linalg.norm(clear)) - height)
+            away: F64 = np.asarray(out * (float(np.linalg.norm(clear)) - height), dtype=np.float64)
             return away
         return clear - off + self._swing(aside, out)
 

@@ -262,6 +262,7 @@ class _EglRenderer:
         if threading.get_ident() != self._thread:
             raise PhyaiError("rendering moved to another thread", do="Render and close from one thread.")
         mujoco = self._mujoco
+        self._gl.make_current()  # a thread may render several scenes
         self._view.fixedcamid = self._model.camera(camera).id
         with lock:
             mujoco.mjv_updateScene(
@@ -276,6 +277,7 @@ class _EglRenderer:
         """Free context and buffers; from the thread that made them."""
         if threading.get_ident() != self._thread:
             raise PhyaiError("the renderer is closed from another thread", do="Render and close from one thread.")
+        self._gl.make_current()
         self._context.free()
         self._gl.free()
 

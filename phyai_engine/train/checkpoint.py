@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.types import F64
 from phyai_engine.weights.lerobot import POSTPROCESSOR, PREPROCESSOR
+from phyai_engine.weights.pi_names import canonical
 
 Statistics = Mapping[str, Mapping[str, Sequence[float]]]
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.model"
+_STATISTICS = "policy_{}_stats.safetensors"
 _MODES = {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"}
 _TOWERS = re.compile(r"vision_tower|_proj\.weight|multi_modal|lm_head|dense\.weight")
 
@@ -110,8 +112,23 @@ def write(folder: Path, tensors: Mapping[str, Tensor], options: PiOptions, stats
     _write_processors(folder, {**inputs, **outputs}, outputs, options)
     flat = {f"{key}.{name}": torch.tensor(v) for key, values in stats.items() for name, v in values.items()}
     for step in ("preprocessor", "postprocessor"):
-        save_file({name: tensor.clone() for name, tensor in flat.items()}, folder / f"policy_{step}_stats.safetensors")
+        save_file({name: tensor.clone() for name, tensor in flat.items()}, folder / _STATISTICS.format(step))
     return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Canonical names -> tensors of a folder that ``write`` or lerobot made."""
+    stored = load_file(folder / WEIGHTS)
+    return {new: stored[name] for name, new in canonical(stored, where=folder).items()}
+
+
+def read_statistics(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """What ``statistics`` made."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, tensor in load_file(folder / _STATISTICS.format("preprocessor")).items():
+        key, _, kind = name.rpartition(".")
+        found.setdefault(key, {})[kind] = [round(float(value), 6) for value in tensor]
+    return found
 
 
 def _write_processors(
@@ -119,7 +136,7 @@ def _write_processors(
 ) -> None:
     def normalise(name: str, of: Mapping[str, Any], file: str) -> dict[str, Any]:
         config = {"eps": 1e-8, "features": of, "norm_map": _MODES}
-        return {"registry_name": name, "config": config, "state_file": f"policy_{file}_stats.safetensors"}
+        return {"registry_name": name, "config": config, "state_file": _STATISTICS.format(file)}
 
     def step(name: str, **config: Any) -> dict[str, Any]:
         return {"registry_name": name, "config": config}

@@ -173,6 +173,16 @@ class Demonstrator:
 
 def as_seen(image: U8, size: int) -> U8:
     """[s, s, 3] uint8: what the model is given of a camera's image, rounded to bytes."""
+    if image.shape[:2] == (
+        size * 3 // 2,
+        size * 2,
+    ):  # 4:3 at twice the size: the same to a level, in a tenth of the time
+        quarters = image.reshape(size * 3 // 4, 2, size, 2, 3)
+        inner = (quarters.sum(axis=(1, 3), dtype=np.uint16) + 2) // 4
+        top = (size - len(inner)) // 2
+        padded = np.zeros((size, size, 3), np.uint8)
+        padded[top : top + len(inner)] = inner
+        return padded
     seen: F32 = planes(image, size, resize="float")
     rounded: NDArray[np.uint8] = np.rint((seen.transpose(1, 2, 0) + 1.0) * 127.5).astype(np.uint8)
     return rounded

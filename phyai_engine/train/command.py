@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ from phyai_engine.train.fit import Trainer
 from phyai_engine.train.recipe import Recipe
 from phyai_engine.weights.checkpoint import model_from
 
-_CHECK_SEED = 1_000_000  # far from those of the demonstrations
+_STATISTICS = "statistics.json"
+_CHECK_SEED = 900_000_000  # far from those of the demonstrations
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Run:
     """One training under way.
 
     :param folder: of the checkpoint that is made. :param work: of demonstrations and of the state to resume from.
+    :param start: a checkpoint folder to begin with; it plays half of the first round's episodes.
     """
 
     recipe: Recipe
@@ -42,6 +45,7 @@ class Run:
     work: Path
     processes: int
     console: Console
+    start: Path | None = None
 
     def __post_init__(self) -> None:
         self.robot: RobotConfig = load_robot(resolve("robots", self.recipe.robot))
@@ -53,16 +57,16 @@ class Run:
         """All rounds; a run that was cut short goes on with the round it was in."""
         recipe, console = self.recipe, self.console
         (self.work / "recipe.json").write_bytes(msgspec.json.format(msgspec.json.encode(recipe)))
-        checkpoint.write_tokenizer(self.folder / checkpoint.TOKENIZER, PHRASES, recipe.model.vocab)
         trainer = Trainer(recipe, self.device)
         done = 0
+        self._begin(trainer)
         if self.state.is_file():
             trainer.load(self.state)
             done = len(list(self.work.glob("round*.done")))
             console.print(f"resumed after {done} rounds, {trainer.step} steps")
         for number in range(done, recipe.rounds):
             began = time.monotonic()
-            self._collect(number, recipe.corrections if number else recipe.episodes)
+            self._collect(number)
             collected = time.monotonic()
             dataset, stats = self._dataset(number)
             loaded = time.monotonic()
@@ -103,28 +107,40 @@ class Run:
         table.add_row("all", f"{sum(solved.values())} of {len(trials)}", f"{sum(then.values())}", "")
         return table
 
-    def _collect(self, number: int, episodes: int) -> None:
+    def _begin(self, trainer: Trainer) -> None:
+        if self.start is None:
+            checkpoint.write_tokenizer(self.folder / checkpoint.TOKENIZER, PHRASES, self.recipe.model.vocab)
+            return
+        if self.folder.resolve() != self.start.resolve():
+            shutil.copytree(self.start, self.folder, dirs_exist_ok=True)
+        (self.work / _STATISTICS).write_bytes(msgspec.json.encode(checkpoint.read_statistics(self.start)))
+        trainer.begin_with(checkpoint.read_weights(self.start))
+
+    def _collect(self, number: int) -> None:
         """Files round<N>-<process> below ``work``."""
-        size = self.recipe.model.image_size
-        seeds = [number * 100_000 + i for i in range(episodes)]
+        recipe = self.recipe
+        episodes = recipe.corrections if number else recipe.episodes
+        policy = self._policy() if number or self.start else None
+        seeds = [recipe.seed * 1_000_000 + number * 100_000 + i for i in range(episodes)]
         jobs = [
-            (
+            workers.Episodes(
                 str(self.work / f"round{number}-{i}"),
                 seeds[i :: self.processes],
-                size,
-                60.0 * self.recipe.collect_minutes,
+                recipe.model.image_size,
+                60.0 * recipe.collect_minutes,
+                corrected=policy is not None and (number > 0 or i % 2 == 0),
             )
             for i in range(min(self.processes, episodes))
         ]
         with _progress(self.console) as progress:
             bar = progress.add_task("demonstrations" if number == 0 else "corrections", total=episodes)
-            workers.run(self.robot, jobs, lambda _: progress.advance(bar), self._policy() if number else None)
+            workers.run(self.robot, jobs, lambda _: progress.advance(bar), policy)
 
     def _dataset(self, number: int) -> tuple[Dataset, checkpoint.Statistics]:
         """Of all rounds so far. The statistics are the first round's: the network has learned in them."""
         files = sorted(path.with_suffix("") for n in range(number + 1) for path in self.work.glob(f"round{n}-*.npz"))
         steps = read_steps(files)
-        kept = self.work / "statistics.json"
+        kept = self.work / _STATISTICS
         if not kept.is_file():
             learned = steps.known > 0
             kept.write_bytes(msgspec.json.encode(checkpoint.statistics(steps.states[learned], steps.actions[learned])))
@@ -160,10 +176,12 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def train_command(recipe: Recipe, folder: Path, work: Path, processes: int | None) -> None:
+def train_command(
+    recipe: Recipe, folder: Path, work: Path, processes: int | None = None, start: Path | None = None
+) -> None:
     """``phyai train demo``."""
     console = Console()
-    run = Run(recipe, folder, work, processes or max(1, (os.cpu_count() or 1) - 2), console)
+    run = Run(recipe, folder, work, processes or max(1, (os.cpu_count() or 1) - 2), console, start)
     run.train()
     if recipe.check_episodes:
         console.print(run.check(recipe.check_episodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,11 @@ class Trainer:
         self.network = PiNetwork(recipe.model).to(device)
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
         self.optimiser = torch.optim.AdamW(
-            self.network.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            self.network.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            fused=device.type == "cuda",
         )
         self.generator = torch.Generator(device).manual_seed(recipe.seed)
         self.step = 0
@@ -67,6 +71,12 @@ class Trainer:
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.values()), list(self.network.parameters()), 1.0 - kept)
         return loss.detach()
+
+    def begin_with(self, tensors: Mapping[str, Tensor]) -> None:
+        """Start from a checkpoint's weights. :param tensors: canonical names -> tensors."""
+        self.network.adopt(tensors)
+        for name, value in self.network.named_parameters():
+            self.average[name].copy_(value.detach())
 
     def export(self) -> dict[str, Tensor]:
         """Canonical checkpoint names -> fp32 tensors of the average."""

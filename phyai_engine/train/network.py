@@ -1,17 +1,19 @@
 """pi0.5 in training: the modules of models/pi.py, with what it folds at load time still apart.
 
 Only the reference operators have an autograd form. Two things differ from inference: K and V of each layer have tensors
-of their own (autograd forbids writing into a slab that an earlier layer still needs), and attention is torch's own.
+of their own (autograd forbids writing into a slab that an earlier layer still needs); attention and norms are torch's
+fused ones, which keep less for the way back. The test holds the two against each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
+from phyai_kernels.reference import EPS
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +24,7 @@ from phyai_engine.models.pi import PiModel
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.weights.pi import places
 
+_MODULATE = {"weight": "modulate", "bias": "modulate_bias"}
 _COLUMNS = 16  # K and V are as long as a multiple of this: torch's attention wants aligned masks
 
 
@@ -38,7 +41,25 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None 
     return mixed.view(batch, heads, rows, dim).transpose(1, 2).flatten(2)
 
 
-_OPS = replace(REFERENCE, attend=_attend)
+def _rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    x = x if out is None else x + out
+    return x, functional.rms_norm(x, x.shape[-1:], 1.0 + weight, EPS)
+
+
+def _ada_rms_norm(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.addcmul(shift, functional.rms_norm(x, x.shape[-1:], None, EPS), 1.0 + scale)
+
+
+def _linear_norm(
+    x: Tensor, weight: Tensor, stream: Tensor, scale: Tensor, shift: Tensor | None = None, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    out = functional.linear(x, weight)
+    if shift is None:
+        return _rms_norm(stream, scale, out)
+    return _ada_rms_norm(stream + (out if gate is None else gate * out), scale, shift)
+
+
+_OPS = replace(REFERENCE, attend=_attend, rms_norm=_rms_norm, ada_rms_norm=_ada_rms_norm, linear_norm=_linear_norm)
 
 
 class Seen(NamedTuple):
@@ -57,6 +78,7 @@ class PiNetwork(nn.Module):
     def __init__(self, options: PiOptions) -> None:
         super().__init__()
         o = self.options = options
+        self._table = places(options)
         self.model = PiModel(options)
         self.model.modulation = torch.empty(0)
         self.time_in = nn.Linear(o.exp_width, o.exp_width)
@@ -139,28 +161,29 @@ class PiNetwork(nn.Module):
 
     def export(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A checkpoint's names -> fp32 tensors on the CPU. :param weights: this module's, or their running average."""
-        o = self.options
-        own: dict[str, Tensor] = {
-            name.removeprefix("model."): value.detach().float().cpu() for name, value in weights.items()
-        }
-        own["embedding"] = own["embedding"] * o.width**-0.5  # models/pi.py multiplies at load
-        made: dict[str, Tensor] = {}
-        for name, place in places(o).items():
-            if place.own:
-                rows = own[place.own].reshape(len(own[place.own]), -1)
-                count = math.prod(place.shape) // rows.shape[1]
-                made[name] = rows[place.row : place.row + count].reshape(place.shape).contiguous()
-            elif place.folded:
-                made[name] = self._folded(name, own)
-            else:
-                made[name] = torch.zeros(place.shape)  # stored by every checkpoint, read by no inference
-        return made
+        own = {name.removeprefix("model."): value.detach().float().cpu() for name, value in weights.items()}
+        own["embedding"] = own["embedding"] * self.options.width**-0.5  # models/pi.py multiplies at load
+        made = {name: rows.clone().view(self._table[name].shape) for name, rows in self._rows(own)}
+        # The others are stored by every checkpoint and read by no inference.
+        return {name: made.get(name, torch.zeros(place.shape)) for name, place in self._table.items()}
 
-    def _folded(self, name: str, own: Mapping[str, Any]) -> Tensor:
-        module, _, kind = name.rpartition(".")
-        if module.startswith("time_mlp_"):
-            tensor: Tensor = own[f"{module.replace('time_mlp', 'time')}.{kind}"]
-            return tensor
-        dense = [n for n, place in places(self.options).items() if place.folded and n.endswith(f"dense.{kind}")]
-        rows: Tensor = own["modulate" if kind == "weight" else "modulate_bias"][dense.index(name)]
-        return rows.contiguous()
+    @torch.no_grad()
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin with a checkpoint's weights. :param tensors: canonical names -> tensors, of these dimensions."""
+        own = {name.removeprefix("model."): value for name, value in self.named_parameters()}
+        for name, rows in self._rows(own):
+            rows.copy_(tensors[name].reshape(rows.shape))
+        self.model.embedding.mul_(self.options.width**0.5)
+
+    def _rows(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of a checkpoint as a view of the parameters. :param own: of this module, without ``model.``."""
+        dense = [name for name in self._table if name.endswith("dense.weight")]
+        for name, place in self._table.items():
+            module, _, kind = name.rpartition(".")
+            if place.own:
+                rows = own[place.own].view(len(own[place.own]), -1)
+                yield name, rows[place.row : place.row + math.prod(place.shape) // rows.shape[1]]
+            elif module.startswith("time_mlp_"):
+                yield name, own[f"{module.replace('time_mlp', 'time')}.{kind}"]
+            elif place.folded:
+                yield name, own[_MODULATE[kind]][dense.index(f"{module}.weight")]

@@ -36,6 +36,19 @@ class Trial(Struct, frozen=True):
     limit: int = 200
 
 
+class Episodes(Struct, frozen=True):
+    """Episodes to record. :param size: of the images. :param seconds: no episode begins after that time.
+
+    :param corrected: the policy plays parts of them.
+    """
+
+    path: str
+    seeds: list[int]
+    size: int
+    seconds: float
+    corrected: bool = False
+
+
 class Verdict(Struct, frozen=True):
     """How a trial ended. :param steps: of the control period, until it was solved or the time was up."""
 
@@ -43,6 +56,9 @@ class Verdict(Struct, frozen=True):
     solved: bool
     steps: int
     then_solved: bool = False
+
+
+Job = Episodes | list[Trial]
 
 
 class Player:
@@ -88,8 +104,8 @@ def _trial(trial: Trial, cameras: Sequence[str], scenes: Scenes, plays: Player) 
     return Verdict(trial, solved, steps, then_solved)
 
 
-def _serve(pipe: Connection, config: RobotConfig, model: tuple[ModelConfig, ModelSpec] | None, jobs: Any) -> None:
-    """In the simulator's process: ``jobs`` are trials, or (path, seeds, size, seconds) of episodes to record."""
+def _serve(pipe: Connection, config: RobotConfig, model: tuple[ModelConfig, ModelSpec] | None, job: Job) -> None:
+    """In the simulator's process."""
     try:
 
         def ask(inputs: dict[str, Any], seed: int) -> F32:
@@ -98,34 +114,37 @@ def _serve(pipe: Connection, config: RobotConfig, model: tuple[ModelConfig, Mode
             return answer
 
         plays = Player(Adapter(config, *model), ask) if model else None
-        if isinstance(jobs, list):
+        if isinstance(job, Episodes):
+            _record(job, config, plays if job.corrected else None, pipe)
+        else:
             assert plays is not None
             cameras, scenes = [camera.name for camera in config.cameras], Scenes(config)
-            for trial in jobs:
+            for trial in job:
                 pipe.send(("verdict", _trial(trial, cameras, scenes, plays)))
             scenes.close()
-        else:
-            path, seeds, size, seconds = jobs
-            demonstrator = Demonstrator(config, size, Recording(Path(path)), plays)
-            end = time.monotonic() + seconds
-            for seed in seeds:
-                demonstrator.episode(seed)
-                pipe.send(("verdict", seed))
-                if time.monotonic() > end:
-                    break
-            demonstrator.close()
         pipe.send(("end", None))
     except Exception as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
+def _record(job: Episodes, config: RobotConfig, plays: Player | None, pipe: Connection) -> None:
+    demonstrator = Demonstrator(config, job.size, Recording(Path(job.path)), plays)
+    end = time.monotonic() + job.seconds
+    for seed in job.seeds:
+        demonstrator.episode(seed)
+        pipe.send(("verdict", seed))
+        if time.monotonic() > end:
+            break
+    demonstrator.close()
+
+
 def run(
     config: RobotConfig,
-    jobs: Sequence[Any],
+    jobs: Sequence[Job],
     on_verdict: Callable[[Any], None],
     policy: tuple[ModelConfig, Runner] | None = None,
 ) -> None:
-    """One process for each of ``jobs`` (see ``_serve``); waits for all.
+    """One process for each of ``jobs``; waits for all.
 
     :param on_verdict: told each finished trial, or the seed of each recorded episode.
     :raises EngineError: one of them failed.

@@ -1,4 +1,4 @@
-"""Tasks that share scenes: how they are judged, that they begin anywhere, and that the expert solves them from there."""
+"""Tasks that share scenes: how they are judged, that they begin anywhere, and that the expert solves them."""
 
 from __future__ import annotations
 
@@ -110,3 +110,14 @@ def test_a_task_of_another_scene_is_refused(scenes: dict[str, MetaWorldRobot]) -
     with pytest.raises(ConfigError, match="drawer-open"):
         plain.place(np.zeros(3), np.zeros(3), 0.0)
     assert plain.instruction == "reach"
+
+
+def test_scenes_of_one_thread_do_not_disturb_each_other(scenes: dict[str, MetaWorldRobot]) -> None:
+    """A context of OpenGL is the thread's: whichever was made last would draw everything."""
+    drawer, window = (scene(scenes, TASKS[name]) for name in ("drawer-open", "window-open"))
+    drawer.reset(2)
+    alone = drawer.render("front")
+    window.reset(2)
+    other = window.render("front")
+    np.testing.assert_array_equal(drawer.render("front"), alone)
+    np.testing.assert_array_equal(window.render("front"), other)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # now: the optimiser would import Triton after Mesa, and two LLVMs in that order end in a fault
 from torch import Tensor
 
 from phyai_engine.config import load_robot, resolve
@@ -16,12 +17,13 @@ from phyai_engine.errors import ConfigError, EngineError
 from phyai_engine.models.pi import PiModel
 from phyai_engine.sim.tasks import TASKS
 from phyai_engine.train import checkpoint, workers
-from phyai_engine.train.collect import PHRASES, Recording
+from phyai_engine.train.collect import PHRASES, Recording, as_seen
 from phyai_engine.train.command import recipe_with, train_command
 from phyai_engine.train.dataset import Batch, Dataset, read_steps
 from phyai_engine.train.fit import Trainer, flow_loss
 from phyai_engine.train.network import PiNetwork
 from phyai_engine.train.recipe import SMOKE, Recipe
+from phyai_engine.transforms.image import planes
 from phyai_engine.transforms.tokenizer import SentencePieceTokenizer
 from phyai_engine.weights.checkpoint import describe, model_from
 
@@ -136,6 +138,16 @@ class TestLoss:
         assert losses[-1] < 0.7 * losses[0]
 
 
+def test_the_fast_way_to_halve_an_image_is_the_model_s_own() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (240, 320, 3), np.uint8)
+    exact = (planes(image, 160, resize="float").transpose(1, 2, 0) + 1.0) * 127.5
+    assert np.abs(as_seen(image, 160) - exact).max() <= 0.51
+    other = image[:, :300]
+    assert (
+        np.abs(as_seen(other, 96) - (planes(other, 96, resize="float").transpose(1, 2, 0) + 1.0) * 127.5).max() <= 0.51
+    )
+
+
 class TestDataset:
     def test_only_runs_of_the_expert_are_learned(self, tmp_path: Path) -> None:
         clean = [True] * 10 + [False] * 2 + [True] * 8
@@ -194,6 +206,15 @@ class TestFolder:
         here = {name: getattr(OPTIONS, name) for name in OPTIONS.__struct_fields__}
         assert {name for name in told if told[name] != here[name]} <= {"kernels", "graphs"}
 
+    def test_training_can_begin_with_one(self, tmp_path: Path) -> None:
+        trained, other = network(seed=1), Trainer(SMOKE, CPU)
+        stats = checkpoint.statistics(np.random.default_rng(0).uniform(-1, 1, (50, 4)), np.eye(4))
+        checkpoint.write(tmp_path, trained.export(dict(trained.named_parameters())), OPTIONS, stats, 10)
+        other.begin_with(checkpoint.read_weights(tmp_path))
+        assert checkpoint.read_statistics(tmp_path) == stats
+        for (name, theirs), ours in zip(trained.named_parameters(), other.average.values(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-3, atol=1e-5, msg=name)  # stored in 16 bits
+
 
 class TestResume:
     def test_it_goes_on_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
@@ -223,7 +244,7 @@ def test_the_recipe_can_be_changed_by_name() -> None:
 def test_a_simulator_that_fails_is_told() -> None:
     robot = load_robot(resolve("robots", "sawyer_20hz"))
     with pytest.raises(EngineError, match="FileNotFoundError"):
-        workers.run(robot, [("/nonexistent/there/x", [0], 32, 1.0)], lambda _: None)
+        workers.run(robot, [workers.Episodes("/nonexistent/there/x", [0], 32, 1.0)], lambda _: None)
 
 
 def test_one_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
