@@ -207,6 +207,9 @@ class SimNode(Node):
 
     def close(self) -> None:
         """End the cameras; bounded."""
+        elapsed_s = time.monotonic() - self._epoch_mono_s
+        share = self._steps * self._robot.dt_s / elapsed_s
+        self.get_logger().info(f"{self._steps} control periods in {elapsed_s:.1f} s, {share:.3f} of real time")
         self._thread.end()
         self._thread.join(JOIN_S)
 

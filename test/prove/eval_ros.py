@@ -48,6 +48,13 @@ def judge(ros: Summary, engine: Summary) -> list[Row]:
     return rows
 
 
+def simulated_time(logs: Path) -> str:
+    """What the last simulated robot said of its pace when it ended."""
+    lines = (logs / "sim_robot.log").read_text(encoding="utf-8").splitlines()
+    said = [line.rpartition(": ")[2] for line in lines if "of real time" in line]
+    return said[-1] if said else "not told"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="checkpoint folder")
@@ -74,7 +81,8 @@ def main() -> int:
         console,
     )
     title = f"eval over ROS: {chosen.schedule}, 20 Hz, {chosen.model}"
-    return conclude(title, judge(ros, engine), log=chosen.log)
+    rows = [*judge(ros, engine), ("the simulation of the last scene", simulated_time(chosen.out / "ros"), None)]
+    return conclude(title, rows, log=chosen.log)
 
 
 if __name__ == "__main__":
