@@ -21,12 +21,11 @@ from launch_ros.actions import Node
 
 HERE = Path(__file__).resolve().parent
 PROFILE = HERE.parent / "config" / "profiles" / "demo.yaml"
-TRAINED = HERE.parent / "config" / "policies" / "metaworld"
 
 # name, default, description
 ARGUMENTS = (
     ("robot", "sawyer_20hz", "Robot file: a path, or the name of a shipped one (sawyer_20hz, arm7)."),
-    ("model", str(TRAINED), "Checkpoint folder, model file, or the name of a shipped one."),
+    ("model", "metaworld", "Checkpoint folder, model file, or the name of a shipped one."),
     ("namespace", "", "Namespace of the nodes and of all their topics."),
     ("params_file", str(PROFILE), "Parameters of the policy node; arguments override it."),
     ("output", "steps", "How commands leave the policy node; trajectory needs robot:=arm7."),

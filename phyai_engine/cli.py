@@ -17,7 +17,13 @@ FAILED = 2
 """Exit code of a command that could not do its work; 1 is the answer "no" of one that could."""
 
 # Packages that an installation may do without, and the extra that brings them.
-EXTRAS = {"torch": "engine", "safetensors": "engine", "plotly": "report", "rosbags": "replay"}
+EXTRAS = {
+    "torch": "engine",
+    "safetensors": "engine",
+    "sentencepiece": "engine",
+    "plotly": "report",
+    "rosbags": "replay",
+}
 
 app = typer.Typer(
     help="Drives robots with learned policies in real time.",

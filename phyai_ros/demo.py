@@ -32,7 +32,6 @@ from phyai_ros.topics import LATCHED_QOS
 from phyai_ros.watch import Watch
 
 POLICY, SIM = "policy_node", "sim_robot"
-POLICY_FOLDER = config_dir() / "policies" / "metaworld"
 BEGUN_S = 1.0  # of motion before something happens to it
 SHOWN_S = 0.5  # of what was reached
 SEED = 1  # of the scene
@@ -224,7 +223,7 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of report, record and logs")
     parser.add_argument("--robot", default="sawyer_20hz", help="robot file or name")
-    parser.add_argument("--model", default=str(POLICY_FOLDER), help="checkpoint folder, model file or name")
+    parser.add_argument("--model", default="metaworld", help="checkpoint folder, model file or name")
     parser.add_argument("--task", default="drawer-open", choices=[*TASKS, "none"], help="the first; none: no task")
     parser.add_argument("--seconds", type=float, default=15.0, help="longest time for one instruction")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="have the policy node record into a new folder")

@@ -54,15 +54,14 @@ class Expert:
         if np.linalg.norm(aside) < _ENTER_M or (np.linalg.norm(aside) < _REACH_M and height < _clearance(clear)):
             return -off
         if height < _clearance(clear):
-            away: F64 = np.asarray(out * (float(np.linalg.norm(clear)) - height), dtype=np.float64)
+            away: F64 = out * (float(np.linalg.norm(clear)) - height)
             return away
         return clear - off + self._swing(aside, out)
 
     def _swing(self, aside: F64, out: F64) -> F64:
         distance = float(np.linalg.norm(aside))
         share = min(1.0, max(0.0, distance - 0.05) / 0.1)
-        swung: F64 = np.cross(out, aside / distance) * (self._bend * share)
-        return swung
+        return np.asarray(np.cross(out, aside / distance) * (self._bend * share), dtype=np.float64)
 
 
 def _clearance(clear: F64) -> float:

@@ -50,10 +50,10 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         kernels="reference",
     )
     max_delay: int = 10
-    episodes: int = 1500
-    corrections: int = 600
-    rounds: int = 2
-    collect_minutes: float = 2.0
+    episodes: int = 2000
+    corrections: int = 2000
+    rounds: int = 3
+    collect_minutes: float = 1.2
     steps: int = 20000
     minutes: float = 2.0
     batch: int = 512

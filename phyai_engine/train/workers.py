@@ -6,8 +6,9 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from msgspec import Struct
@@ -150,7 +151,7 @@ def run(
     :raises EngineError: one of them failed.
     """
     spawn = multiprocessing.get_context("spawn")
-    pipes: dict[Connection, Any] = {}
+    pipes: dict[Connection, SpawnProcess] = {}
     model = None if policy is None else (policy[0], policy[1].model.spec)
     for job in jobs:
         ours, theirs = spawn.Pipe()
@@ -161,9 +162,7 @@ def run(
     try:
         while pipes:
             asked: list[tuple[Connection, Any]] = []
-            for ready in wait(list(pipes)):
-                pipe = ready if isinstance(ready, Connection) else None
-                assert pipe is not None
+            for pipe in cast("list[Connection]", wait(list(pipes))):
                 kind, content = _received(pipe)
                 if kind == "ask":
                     asked.append((pipe, content))

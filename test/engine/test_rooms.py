@@ -53,6 +53,7 @@ TORCH_FREE = (
     ),
     *("serve", "models.fake", "runner", "policy", "solvers", "doctor", "cli", "host"),
     *("models.pi_options", "inspection", "bench", "robot_check", "evaluate", "intervals", "panel"),
+    *(f"train.{name}" for name in ("recipe", "collect", "workers")),  # the simulators' processes
     *(f"weights.{name}" for name in ("header", "pi_names", "recipe", "openpi", "lerobot", "checkpoint")),
 )
 UNWANTED_WORDS = {"manager", "helper", "helpers", "utils", "util", "pipeline", "handler", "data", "info"}
