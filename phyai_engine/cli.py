@@ -365,7 +365,9 @@ def sweep(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a model file, a shipped name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A checkpoint folder, a model file, a shipped name.")
+    ] = "metaworld",
     robot: Annotated[str, typer.Option(metavar="ROBOT", help="A shipped name or a yaml.")] = "sawyer_20hz",
     manifest: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Episodes, as a YAML list or JSON lines; else they are made.")

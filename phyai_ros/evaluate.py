@@ -1,4 +1,4 @@
-"""`ros2 run phyai_policy evaluate MODEL`: the episodes of a manifest over topics, in real time.
+"""`ros2 run phyai_policy evaluate [MODEL]`: the episodes of a manifest over topics, in real time.
 
 Policy node and simulated robot are processes of their own; this one places the scene, says the instruction, activates
 the node, watches for success and deactivates it. What it writes is what `phyai eval` writes, with measured margins.
@@ -188,7 +188,7 @@ def evaluate(options: argparse.Namespace, say: Callable[[str], None]) -> Summary
 def parser() -> argparse.ArgumentParser:
     """What the command understands."""
     made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("model", metavar="MODEL", help="checkpoint folder, model file or shipped name")
+    made.add_argument("model", nargs="?", default="metaworld", help="checkpoint folder, model file or shipped name")
     made.add_argument("--robot", default=ROBOT, help="robot file or name")
     made.add_argument("--manifest", type=Path, help="episodes; without it they are made")
     made.add_argument("--tasks", default="", metavar="A,B", help="default: all of the simulator's tasks")

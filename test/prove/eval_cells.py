@@ -52,7 +52,7 @@ def _one(cell: EvalOptions) -> Summary:
 
 def common(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The options of a proof that plays several evaluations."""
-    parser.add_argument("model", help="checkpoint folder")
+    parser.add_argument("model", nargs="?", default="metaworld", help="checkpoint folder, model file or name")
     parser.add_argument("--tasks", default="", metavar="A,B", help="default: all")
     parser.add_argument("--seed", type=int, default=3, help="of scenes and noise")
     parser.add_argument("--lanes", type=int, default=1, help="evaluations at a time")

@@ -57,7 +57,7 @@ def simulated_time(logs: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="checkpoint folder")
+    parser.add_argument("model", nargs="?", default="metaworld", help="checkpoint folder, model file or name")
     parser.add_argument("--tasks", default="", metavar="A,B", help="default: all")
     parser.add_argument("--episodes", type=int, default=20, help="of each task")
     parser.add_argument("--seed", type=int, default=4, help="of the scenes")
