@@ -1,7 +1,8 @@
 """What a delay costs in closed loop: schedules and guidances at 0, 200 and 400 ms, the same episodes in every cell.
 
 Each cell is one `phyai eval`; its folder below ``--out`` is kept, and an interrupted proof goes on there. One policy
-does every task, by its instruction. An hour or more on two cores, minutes with a GPU and ``--lanes 4`` on sixteen.
+does every task, by its instruction. An hour or more on two cores, two minutes with ``--lanes 12`` on sixteen and a GPU
+that draws (``--device cpu``: processes that draw and compute on one GPU take turns there).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def common(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=3, help="of scenes and noise")
     parser.add_argument("--lanes", type=int, default=1, help="evaluations at a time")
     parser.add_argument("--workers", type=int, default=0, help="simulators of each; 0: a lane's share of the cores")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=Path("out/eval-cells"))
     return options(parser)
 
@@ -69,6 +71,7 @@ def evaluation(chosen: argparse.Namespace, condition: Condition, episodes: int) 
         episodes=episodes,
         seed=chosen.seed,
         condition=condition,
+        device=chosen.device,
         workers=chosen.workers or max(1, cores() // chosen.lanes - 1),
         out=folder_of(chosen.out, condition),
     )
