@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phyai_engine.models.pi_options import PiOptions
+from phyai_engine.sim.metaworld_robot import ACTIONS
 from phyai_engine.types import F64
 from phyai_engine.weights.lerobot import POSTPROCESSOR, PREPROCESSOR
 from phyai_engine.weights.pi_names import canonical
@@ -106,6 +107,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], options: PiOptions, stats
         "tokenizer_max_length": options.prompt_len,
         "image_resolution": [options.image_size, options.image_size],
         "dtype": "float32",
+        "action_feature_names": list(ACTIONS),
         "rtc_training_max_delay": max_delay,
     }
     _write_json(folder / "config.json", settings)

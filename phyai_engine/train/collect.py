@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phyai_engine.config import RobotConfig
 from phyai_engine.sim.expert import Expert
@@ -25,6 +24,8 @@ WIDTH, HEIGHT = 320, 240  # as the simulator node renders
 PHRASES = tuple(phrase for task in TASKS.values() for phrase in task.phrases)
 _HAND_LOWER, _HAND_UPPER = (-0.3, 0.42, 0.08), (0.3, 0.66, 0.42)  # m, wider than any evaluation starts
 _STAGE_STEPS = 150
+_DISTURBED = 0.03  # chance per step of a random burst
+_CORRECTED = (0.7, 0.02)  # chance that the policy begins a stage, and per step that it plays again
 
 Plays = Callable[[MetaWorldRobot, str, dict[str, U8]], F64]
 """(scene, instruction, images by camera) -> [n, 4], what to do next: the policy."""
@@ -91,17 +92,26 @@ class Scenes:
 class Demonstrator:
     """Makes episodes in one process.
 
-    :param size: of the images, pixels. :param plays: the policy that is to be corrected; None for demonstrations.
+    :param size: of the images, pixels. :param stages: fewest and most instructions of an episode.
+    :param plays: the policy that is to be corrected; None for demonstrations.
     """
 
-    def __init__(self, robot: RobotConfig, size: int, recording: Recording, plays: Plays | None = None) -> None:
-        self._config, self._size, self._recording, self._plays = robot, size, recording, plays
+    def __init__(
+        self,
+        robot: RobotConfig,
+        size: int,
+        recording: Recording,
+        *,
+        stages: tuple[int, int] = (2, 3),
+        plays: Plays | None = None,
+    ) -> None:
+        self._size, self._recording, self._stages, self._plays = size, recording, stages, plays
         self._cameras = [camera.name for camera in robot.cameras]
         self._scenes = Scenes(robot)
         self._age = 0
 
     def episode(self, seed: int) -> None:
-        """Two or three instructions in one scene. :param seed: of all that is drawn."""
+        """Some instructions in one scene. :param seed: of all that is drawn."""
         drawn = np.random.default_rng(seed)
         tasks = list(TASKS.values())
         task = tasks[seed % len(tasks)]
@@ -110,7 +120,7 @@ class Demonstrator:
         share = float(drawn.choice([0.0, 1.0, drawn.uniform()], p=[0.35, 0.15, 0.5]))
         at = drawn.uniform(task.scene.lower, task.scene.upper)
         robot.place(drawn.uniform(_HAND_LOWER, _HAND_UPPER), at, share)
-        for _ in range(int(drawn.integers(2, 4))):
+        for _ in range(int(drawn.integers(self._stages[0], self._stages[1] + 1))):
             self._stage(robot, task, drawn)
             task = other_task(task)
 
@@ -126,8 +136,8 @@ class Demonstrator:
         expert = Expert(task, speed=drawn.uniform(0.3, 0.6), bend=float(drawn.choice([0.0, 0.08, -0.08])))
         limit = int(drawn.integers(8, 50)) if drawn.uniform() < 0.2 else _STAGE_STEPS
         linger = int(drawn.integers(3, 12))
-        chance = 0.03 if self._plays is None else 0.02
-        step, disturbed = 0, self._plays is not None and drawn.uniform() < 0.7
+        first, chance = (0.0, _DISTURBED) if self._plays is None else _CORRECTED
+        step, disturbed = 0, drawn.uniform() < first
         while step < limit and linger > 0:
             if disturbed or drawn.uniform() < chance:
                 self._disturb(robot, phrase, expert, drawn)
@@ -173,16 +183,18 @@ class Demonstrator:
 
 def as_seen(image: U8, size: int) -> U8:
     """[s, s, 3] uint8: what the model is given of a camera's image, rounded to bytes."""
-    if image.shape[:2] == (
-        size * 3 // 2,
-        size * 2,
-    ):  # 4:3 at twice the size: the same to a level, in a tenth of the time
-        quarters = image.reshape(size * 3 // 4, 2, size, 2, 3)
-        inner = (quarters.sum(axis=(1, 3), dtype=np.uint16) + 2) // 4
-        top = (size - len(inner)) // 2
-        padded = np.zeros((size, size, 3), np.uint8)
-        padded[top : top + len(inner)] = inner
-        return padded
+    if image.shape[:2] == (size * 3 // 2, size * 2):
+        return _halved(image, size)
     seen: F32 = planes(image, size, resize="float")
-    rounded: NDArray[np.uint8] = np.rint((seen.transpose(1, 2, 0) + 1.0) * 127.5).astype(np.uint8)
+    rounded: U8 = np.rint((seen.transpose(1, 2, 0) + 1.0) * 127.5).astype(np.uint8)
     return rounded
+
+
+def _halved(image: U8, size: int) -> U8:
+    """4:3 at twice the size: resampling is the mean of four pixels; 0.4 ms instead of 1.7."""
+    rows = image[0::2].astype(np.uint16) + image[1::2]
+    inner = (rows[:, 0::2] + rows[:, 1::2] + 2) >> 2
+    top = (size - len(inner)) // 2
+    padded = np.zeros((size, size, 3), np.uint8)
+    padded[top : top + len(inner)] = inner
+    return padded

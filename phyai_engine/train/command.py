@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from phyai_engine.config import RobotConfig, convert, load_robot, resolve
+from phyai_engine.errors import ConfigError
 from phyai_engine.models.pi import PiModel
 from phyai_engine.runner import Runner
 from phyai_engine.sim.tasks import TASKS, other_task
@@ -56,14 +57,14 @@ class Run:
     def train(self) -> None:
         """All rounds; a run that was cut short goes on with the round it was in."""
         recipe, console = self.recipe, self.console
-        (self.work / "recipe.json").write_bytes(msgspec.json.format(msgspec.json.encode(recipe)))
+        self._refuse_another()
         trainer = Trainer(recipe, self.device)
-        done = 0
-        self._begin(trainer)
-        if self.state.is_file():
+        done = len(list(self.work.glob("round*.done")))
+        if done:
             trainer.load(self.state)
-            done = len(list(self.work.glob("round*.done")))
             console.print(f"resumed after {done} rounds, {trainer.step} steps")
+        else:
+            self._begin(trainer)
         for number in range(done, recipe.rounds):
             began = time.monotonic()
             self._collect(number)
@@ -107,6 +108,22 @@ class Run:
         table.add_row("all", f"{sum(solved.values())} of {len(trials)}", f"{sum(then.values())}", "")
         return table
 
+    def _refuse_another(self) -> None:
+        """What lies in ``work`` must be of this recipe; how long it goes on may differ."""
+        kept = self.work / "recipe.json"
+        if kept.is_file():
+            old = msgspec.json.decode(kept.read_bytes(), type=Recipe)
+            for key in ("robot", "model", "max_delay", "seed"):
+                if (was := getattr(old, key)) != (now := getattr(self.recipe, key)):
+                    raise ConfigError(
+                        f"the work folder belongs to another recipe: {key} differs",
+                        got=now,
+                        wanted=was,
+                        where=self.work,
+                        do="Delete the folder, or name another one with --work.",
+                    )
+        kept.write_bytes(msgspec.json.format(msgspec.json.encode(self.recipe)))
+
     def _begin(self, trainer: Trainer) -> None:
         if self.start is None:
             checkpoint.write_tokenizer(self.folder / checkpoint.TOKENIZER, PHRASES, self.recipe.model.vocab)
@@ -128,6 +145,7 @@ class Run:
                 seeds[i :: self.processes],
                 recipe.model.image_size,
                 60.0 * recipe.collect_minutes,
+                recipe.stages,
                 corrected=policy is not None and (number > 0 or i % 2 == 0),
             )
             for i in range(min(self.processes, episodes))

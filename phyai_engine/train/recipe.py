@@ -13,7 +13,8 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param robot: a robot file or name. :param model: of the network. :param max_delay: d_max of the clean prefixes.
     :param episodes: of the expert alone. :param corrections: how many more in each later round, in which the policy
         plays and the expert takes over. :param rounds: of training, the first on the expert's episodes alone.
-    :param collect_minutes: a collection ends then, whatever it has.
+    :param stages: fewest and most instructions of an episode. :param collect_minutes: a collection ends then, whatever
+        it has.
     :param steps: of one round. :param minutes: a round ends then, with the learning rate brought down by then.
     :param batch: observations of a step. :param draws: noises and flow times for each of them: the prefix, which costs
         most, is computed once for all. :param average: kept share of the running average of the weights, which is what
@@ -53,6 +54,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     episodes: int = 2000
     corrections: int = 2000
     rounds: int = 3
+    stages: tuple[int, int] = (2, 3)
     collect_minutes: float = 1.2
     steps: int = 20000
     minutes: float = 2.0
@@ -99,6 +101,7 @@ SMOKE = Recipe(
     episodes=1,
     corrections=1,
     rounds=2,
+    stages=(1, 1),
     steps=3,
     batch=4,
     draws=2,

@@ -40,13 +40,14 @@ class Trial(Struct, frozen=True):
 class Episodes(Struct, frozen=True):
     """Episodes to record. :param size: of the images. :param seconds: no episode begins after that time.
 
-    :param corrected: the policy plays parts of them.
+    :param stages: fewest and most instructions of one. :param corrected: the policy plays parts of them.
     """
 
     path: str
     seeds: list[int]
     size: int
     seconds: float
+    stages: tuple[int, int] = (2, 3)
     corrected: bool = False
 
 
@@ -129,7 +130,7 @@ def _serve(pipe: Connection, config: RobotConfig, model: tuple[ModelConfig, Mode
 
 
 def _record(job: Episodes, config: RobotConfig, plays: Player | None, pipe: Connection) -> None:
-    demonstrator = Demonstrator(config, job.size, Recording(Path(job.path)), plays)
+    demonstrator = Demonstrator(config, job.size, Recording(Path(job.path)), stages=job.stages, plays=plays)
     end = time.monotonic() + job.seconds
     for seed in job.seeds:
         demonstrator.episode(seed)

@@ -255,3 +255,5 @@ def test_one_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert not describe(tmp_path / "policy").missing
     train_command(msgspec.structs.replace(SMOKE, check_episodes=0), tmp_path / "policy", tmp_path / "work", 1)
     assert "resumed after 2 rounds, 6 steps" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="seed differs"):
+        train_command(msgspec.structs.replace(SMOKE, seed=7), tmp_path / "policy", tmp_path / "work", 1)
