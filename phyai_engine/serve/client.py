@@ -38,18 +38,17 @@ from phyai_engine.serve.protocol import (
     Cancel,
     EngineHello,
     ErrorReply,
+    Goodbye,
     Heartbeat,
     Hello,
     HelloReply,
     Message,
     Reply,
-    Shutdown,
-    chunk_from_wire,
     decode,
     encode,
-    request_to_wire,
 )
 from phyai_engine.serve.sockets import Wake, prepare, received
+from phyai_engine.serve.streams import chunk_from_wire, request_to_wire
 from phyai_engine.types import Refusal, Request
 
 __all__ = ["Answered", "CrashReport", "EngineClient", "EngineHello", "Event", "Failed", "Lost", "Placement"]
@@ -418,7 +417,7 @@ class EngineClient:
         if host is not None and socket is not None:
             with contextlib.suppress(EngineError):
                 self._send(socket, Cancel(epoch=_LAST_EPOCH))
-                self._send(socket, Shutdown())
+                self._send(socket, Goodbye())
             self._ended_clean = self._end_host(host)
         if socket is not None:
             socket.close(linger=0)
