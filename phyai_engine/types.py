@@ -138,6 +138,7 @@ class Request:
 
     :param seed: seed of the counter-based noise.
     :param remaining_ms: time left until the handoff when the request was made (never a stamp).
+    :param slot: which robot of the engine asks; 0 where it serves one.
     """
 
     epoch: int
@@ -146,6 +147,7 @@ class Request:
     committed: Committed | None
     seed: int
     remaining_ms: float
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

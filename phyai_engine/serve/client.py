@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from phyai_engine.config import ModelConfig, RobotConfig
 from phyai_engine.errors import ConfigError
@@ -61,7 +61,7 @@ class EngineClient:
             raise ConfigError("a load function cannot travel to another process", got=placement, wanted="thread")
         if (remote is None) == (placement == "remote"):
             raise ConfigError("a server belongs to engine: remote, and to no other", got=placement)
-        common = {
+        common: dict[str, Any] = {
             "on_event": on_event,
             "start_timeout_s": start_timeout_s,
             "heartbeat_timeout_s": heartbeat_timeout_s,
@@ -72,8 +72,15 @@ class EngineClient:
         elif model is None:
             raise ConfigError("an engine of our own needs a model", got=placement)
         else:
-            local = {"thread": placement == "thread", "threads": threads, "warm_up_count": warm_up_count, "load": load}
-            self._link = LocalLink(robot, model, **local, **common)
+            self._link = LocalLink(
+                robot,
+                model,
+                thread=placement == "thread",
+                threads=threads,
+                warm_up_count=warm_up_count,
+                load=load,
+                **common,
+            )
         self._heartbeat_timeout_s = heartbeat_timeout_s
 
     def start(

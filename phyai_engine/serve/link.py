@@ -203,9 +203,6 @@ class Link(ABC):
         """Something readable came."""
         self._heartbeat_ns = time.monotonic_ns()
 
-    def _on_refused(self, reply: HelloReply) -> None:
-        raise EngineRefusedError("the engine refused", got=reply.reason)
-
     def _on_other(self, message: Message) -> None:
         raise ProtocolError("not an engine's message", got=type(message).__name__)
 
@@ -287,7 +284,10 @@ class Link(ABC):
         except ProtocolError as error:
             if self.hello is None:
                 raise EngineRefusedError(f"the handshake failed: {error}") from None
-            self.requests.failed_unread(error)
+            self._unread(error)
+
+    def _unread(self, error: ProtocolError) -> None:
+        self.requests.failed_unread(error)
 
     def _enter(self, phase: str) -> None:
         if phase != self._phase:
@@ -300,8 +300,7 @@ class Link(ABC):
             self._on_other(reply)
             return
         if reply.engine is None:
-            self._on_refused(reply)
-            return
+            raise EngineRefusedError("the engine refused", got=reply.reason)
         self._check_engine(reply.engine)
         with self._condition:
             self.hello = reply.engine
@@ -367,5 +366,3 @@ def _error_of(reply: ErrorReply) -> PhyaiError:
     if reply.refusal is not Refusal.NONE:
         return RefusalError(reply.refusal, reply.text)
     return EngineError(f"{reply.error_type}: {reply.text}" if reply.error_type else reply.text)
-
-

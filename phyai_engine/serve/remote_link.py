@@ -7,7 +7,6 @@ the robot; the link goes on trying, and a person re-arms when it is back.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import secrets
@@ -20,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phyai_engine.config import RobotConfig
-from phyai_engine.errors import EngineDiedError, EngineError, EngineRefusedError, EngineTimeoutError
+from phyai_engine.errors import EngineDiedError, EngineError, EngineRefusedError, EngineTimeoutError, ProtocolError
 from phyai_engine.serve.auth import check_connect, secure_client
 from phyai_engine.serve.keys import RobotKeys
 from phyai_engine.serve.link import Context, Link
@@ -36,7 +35,6 @@ from phyai_engine.serve.protocol import (
     HelloReply,
     Message,
     RequestMessage,
-    encode,
 )
 from phyai_engine.serve.sockets import prepare
 from phyai_engine.serve.streams import SentStreams
@@ -45,7 +43,8 @@ from phyai_engine.types import Request
 _HANDSHAKE_S = 2.0  # of one attempt, from connecting to the server's answer
 _LEAVE_S = 0.2  # for the goodbye to be sent
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts; doubled each time, shortened by chance
-_BEATS = 3  # heartbeats that may be late before a limit below them makes no sense
+_BEATS = 3  # heartbeats that the limit must span
+_SIGNS = 4  # signs of life of ours within the time after which a server ends a session
 _log = logging.getLogger(__name__)
 
 _ENDED = {
@@ -100,8 +99,10 @@ class RemoteLink(Link):
         self._next_s = 0.0  # when to try again
         self._by_s = 0.0  # when this attempt, or this farewell, is over
         self._spoke_s = 0.0
+        self._alive_s = 0.0  # longest silence of ours; 0 = none is too long
         self._why = ""
-        self._refusal = ""  # of the newest hello, while it stands
+        self._broken = ""  # why the connection is to be given up, at the end of this turn
+        self._retry_s = 0.0  # and the server's word when to come again
 
     @property
     def words(self) -> str:
@@ -149,16 +150,18 @@ class RemoteLink(Link):
         if socket is not None and monitor is not None:
             self._poller.unregister(socket)
             self._poller.unregister(monitor)
-            socket.disable_monitor()
-            socket.close(linger=0)
+            _shut(socket, monitor, linger_s=0.0)
 
-    def _lose(self, why: str) -> None:
-        """The connection is over: try again in a while, not at the same time as every other robot."""
+    def _lose(self, why: str, pause_s: float = 0.0) -> None:
+        """The connection is over: try again in a while, not at the same time as every other robot.
+
+        :param pause_s: the least while. Closes the socket: not while messages are taken from it.
+        """
         had = self._accepted
-        self._why = why
+        self._why, self._broken = why, ""
         self._disconnect()
         self._failures = 0 if had else self._failures + 1
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._failures, 16))
+        pause_s = max(pause_s, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._failures, 16)))
         self._next_s = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
         self.requests.unanswered(EngineDiedError("the connection to the engine server was lost", got=why))
         if had:
@@ -186,20 +189,20 @@ class RemoteLink(Link):
         )
 
     def _on_hello(self, reply: HelloReply) -> None:
+        """A refusal is fatal at the start, unless time may mend it; later the robot waits, as for any lost server."""
         if self._accepted:
             self._on_other(reply)
-        elif reply.engine is None:
-            self._on_refused(reply)
-        else:
+            return
+        try:
+            if reply.engine is None:
+                raise EngineRefusedError("the engine server refused", got=reply.reason)
             self._check_engine(reply.engine)
+        except EngineRefusedError as error:
+            if self.hello is None and not reply.retry_s:
+                raise
+            self._broken, self._retry_s = str(error), reply.retry_s
+        else:
             self._begin_session(reply.engine)
-
-    def _on_refused(self, reply: HelloReply) -> None:
-        """Fatal at the start, unless time may mend it; later the robot waits, as it does for any lost server."""
-        if self.hello is None and not reply.retry_s:
-            super()._on_refused(reply)
-        self._lose(f"refused: {reply.reason}")
-        self._next_s = max(self._next_s, time.monotonic() + reply.retry_s * random.uniform(0.5, 1.0))
 
     def _check_engine(self, engine: EngineHello) -> None:
         super()._check_engine(engine)
@@ -216,6 +219,7 @@ class RemoteLink(Link):
         self._failures, self._why = 0, ""
         self._streams.forget()
         self._heartbeat_ns = time.monotonic_ns()
+        self._alive_s = engine.expiry_s / _SIGNS
         self.requests.count("sessions")
         if again:  # it waited for the server, and the world went on
             self.requests.outdated(EngineError("asked while the engine server was away: ask again"))
@@ -224,6 +228,11 @@ class RemoteLink(Link):
         with self._condition:
             self.hello = engine
             self._condition.notify_all()
+
+    def _unread(self, error: ProtocolError) -> None:
+        super()._unread(error)
+        if not self._accepted:  # another server is there now, of another version
+            self._broken = str(error)
 
     def _heard(self) -> None:
         if self._accepted:
@@ -254,25 +263,28 @@ class RemoteLink(Link):
     def _flush(self) -> None:
         if not self._accepted or self._leaving:
             return
-        try:
-            super()._flush()
-            engine = self.hello
-            if engine is not None and engine.expiry_s and time.monotonic() - self._spoke_s > engine.expiry_s / 4:
-                self._send(Alive())
-        except EngineDiedError:
-            self._lose("the connection ended")
+        super()._flush()
+        if self._alive_s and time.monotonic() - self._spoke_s > self._alive_s:
+            self._send(Alive())
 
     def _to_wire(self, request: Request) -> tuple[RequestMessage, dict[str, Array]]:
         waited_ms = (time.monotonic_ns() - request.observation.snapshot_mono_ns) / 1e6
         return self._streams.to_wire(replace(request, remaining_ms=request.remaining_ms - max(0.0, waited_ms)))
 
     def _send_frames(self, frames: list[Buffer]) -> None:
-        super()._send_frames(frames)
+        try:
+            super()._send_frames(frames)
+        except EngineDiedError:
+            self._broken = "the connection ended"
+            return
         self._spoke_s = time.monotonic()
         self.requests.count("bytes_sent", sum(map(len, frames)))
 
     def _check(self, now_s: float) -> None:
         self._watch_connection()
+        if self._broken:
+            self._lose(self._broken, self._retry_s)
+            self._retry_s = 0.0
         if self._socket is None:
             if now_s >= self._next_s:
                 self._connect(now_s)
@@ -291,8 +303,7 @@ class RemoteLink(Link):
         while self._monitor is not None and self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor)["event"])
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                with contextlib.suppress(EngineDiedError):  # it ended since: the next event says so
-                    self._greet()
+                self._greet()
             elif event in _ENDED:
                 self._lose(_ENDED[event])
 
@@ -321,10 +332,14 @@ class RemoteLink(Link):
         )
 
     def _close(self, context: Context) -> None:
-        if self._socket is not None:
+        if self._socket is not None and self._monitor is not None:
             if self._accepted:
-                with contextlib.suppress(EngineDiedError):
-                    self._send(Goodbye())
-            self._socket.disable_monitor()
-            self._socket.close(linger=int(_LEAVE_S * 1e3))
+                self._send(Goodbye())
+            _shut(self._socket, self._monitor, linger_s=_LEAVE_S)
         context.term()  # at most as long as that
+
+
+def _shut(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], *, linger_s: float) -> None:
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=int(linger_s * 1e3))

@@ -29,10 +29,19 @@ class StandIn:
         self.note = "a stand-in"
         self.seen: list[Request] = []
 
-    def warm_up(self, count: int) -> list[float]:
-        return [1.5] * count
+    def warm_up(self, count: int, rows: int = 1) -> list[float]:
+        return [1.5 + rows - 1] * count
+
+    def join(self, slot: int, robot: RobotConfig) -> None:
+        if robot.robot_id == "unwanted":
+            raise EngineError("not this robot")
+
+    def leave(self, slot: int) -> None:
+        pass
 
     def infer(self, requests: Sequence[Request], cancels: Sequence[CancelToken]) -> Any:
+        if len(requests) > 1:
+            return [answer for one in zip(requests, cancels, strict=True) for answer in self.infer(one[:1], one[1:])]
         (request,), (token,) = requests, cancels
         self.seen.append(request)
         verb, _, argument = request.observation.instruction.partition(" ")
@@ -81,7 +90,7 @@ class StandIn:
         return None
 
 
-def load_policy(robot: RobotConfig, model: ModelConfig) -> StandIn:
+def load_policy(robot: RobotConfig, model: ModelConfig, batches: Sequence[int] = ()) -> StandIn:
     """Options: ``load_say``, ``load_s``, ``load_error``, ``load_exit``, ``torch``."""
     if text := model.options.get("load_say"):
         sys.stderr.write(text + "\n")
