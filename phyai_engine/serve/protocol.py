@@ -58,6 +58,7 @@ class Hello(_Message, frozen=True, tag="hello"):
 
     :param robot: RobotConfig as plain values, checked like a file: id, state and actions by name, dt, cameras.
     :param model: ModelConfig likewise, for an engine to load; or the name of one that a server has loaded.
+    :param robot_id: of the session, unique among a server's robots; empty: the robot file's.
     :param parent_pid: process of the client; 0 where it is no parent.
     :param warm_up_count: inferences at real shapes before a loading engine answers.
     :param batches: sizes of the batches to get ready for, by an engine that loads; empty: one request at a time.
@@ -69,6 +70,7 @@ class Hello(_Message, frozen=True, tag="hello"):
 
     robot: dict[str, Any]
     model: dict[str, Any] | str
+    robot_id: Annotated[str, Meta(max_length=128)] = ""
     parent_pid: Count = 0
     warm_up_count: Annotated[int, Meta(ge=0, le=100)] = 3
     batches: Annotated[tuple[Annotated[int, Meta(ge=1, le=1024)], ...], Meta(max_length=24)] = ()
@@ -88,7 +90,8 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param heartbeat_s: time between its signs of life. :param expiry_s: silence of a client after which its session
         ends; 0 = never.
     :param batch_ms: measured (rows, ms) of a batch, per size of ``Hello.batches``.
-    :param statistics: id of the model's normalisation.
+    :param statistics: id of the model's normalisation. :param boot: drawn when the engine started: another one means
+        that it was restarted.
     """
 
     horizon: Annotated[int, Meta(ge=1)]
@@ -103,13 +106,13 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     expiry_s: Annotated[float, Meta(ge=0)] = 0.0
     batch_ms: tuple[tuple[Count, float], ...] = ()
     statistics: str = ""
+    boot: Key = 0
 
 
 class HelloReply(_Message, frozen=True, tag="hello_reply"):
     """Answer to Hello: accepted when ``engine`` is there, else ``reason`` says why not.
 
-    :param retry_s: time after which a refusal may have passed by itself (the id is in use until a session expires, the
-        server warms up or drains); 0 = it will not.
+    :param retry_s: of a refusal that may pass by itself: when to say hello again; 0 = it will not.
     """
 
     engine: EngineHello | None = None

@@ -87,7 +87,6 @@ class RemoteLink(Link):
     def __init__(self, robot: RobotConfig, remote: RemoteEngine, **rest: Any) -> None:
         super().__init__(robot, **rest)
         self._remote = remote
-        self._named = msgspec.structs.replace(robot, robot_id=remote.robot_id or robot.robot_id)
         self._instance = secrets.randbits(62)
         self._streams = SentStreams(remote.jpeg_quality)
         self._context: Context | None = None
@@ -180,7 +179,8 @@ class RemoteLink(Link):
         had = self.hello
         self._send(
             Hello(
-                robot=msgspec.to_builtins(self._named),
+                robot=msgspec.to_builtins(self._robot),
+                robot_id=self._remote.robot_id,
                 model=self._remote.model,
                 horizon=0 if had is None else had.horizon,
                 statistics="" if had is None else had.statistics,
@@ -237,6 +237,8 @@ class RemoteLink(Link):
     def _heard(self) -> None:
         if self._accepted:
             super()._heard()
+        else:  # it lives and warms up, perhaps
+            self._by_s = time.monotonic() + _HANDSHAKE_S
 
     def _on_error(self, message: ErrorReply) -> None:
         if message.reason == "keyframe":
