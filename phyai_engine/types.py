@@ -161,6 +161,7 @@ class StageTimings:
     decode_ms: float = float("nan")
     inference_ms: float = float("nan")  # encode to decode
     transfer_ms: float = float("nan")  # round trip minus queue and inference, filled in by the client
+    serialise_ms: float = float("nan")  # of transfer_ms, what the client spent on its own side; the rest is the network
 
 
 @dataclass(frozen=True, slots=True, eq=False)
