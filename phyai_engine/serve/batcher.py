@@ -28,7 +28,7 @@ class Ask:
 
     :param robot: whose, for fairness; ``slot`` its session. :param arrived_ns: monotonic, as is ``deadline_ns``, by
         which the answer must be here. :param replica: the only one that may answer, -1 = any.
-    :param content: the caller's own.
+    :param content: the caller's own. :param started_ns: when it was sent to a replica; 0: not yet.
     """
 
     robot: str
@@ -39,6 +39,7 @@ class Ask:
     deadline_ns: int
     replica: int = -1
     content: Any = None
+    started_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +145,7 @@ class Batcher:
         dropped += [self._refuse(ask) for ask in late]
         for ask in rows:
             self._remove(ask)
+            ask.started_ns = now_ns
         bucket = self.bucket(len(rows))
         state.rows, state.started_ns, state.until_ns = bucket, now_ns, now_ns + self._takes_ns(bucket)
         return rows, dropped
