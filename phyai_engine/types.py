@@ -235,6 +235,7 @@ class ModelSpec:
     :param inputs: name -> BufferSpec of one row.
     :param cameras: camera roles in the model's order.
     :param vocabulary: token ids it knows, 0 where that is unknown.
+    :param keeps_state: it remembers a robot between requests, which therefore all go to one replica.
     """
 
     family: str
@@ -244,3 +245,4 @@ class ModelSpec:
     inputs: Mapping[str, BufferSpec]
     cameras: tuple[str, ...]
     vocabulary: int = 0
+    keeps_state: bool = False

@@ -96,6 +96,7 @@ class Ready:
     note: str = ""
     warm_up_ms: tuple[float, ...] = ()
     batch_ms: tuple[tuple[int, float], ...] = ()
+    keeps_state: bool = False
     failure: Failure | None = None
 
 
@@ -191,7 +192,7 @@ class Compute:
             self._set_phase("warming")
             warm_up_ms = tuple(float(ms) for ms in policy.warm_up(warm_up_count))
             measured = tuple((rows, statistics.median(policy.warm_up(_TIMED, rows))) for rows in batches)
-            ready = Ready(policy.spec.horizon, policy.note, warm_up_ms, measured)
+            ready = Ready(policy.spec.horizon, policy.note, warm_up_ms, measured, policy.spec.keeps_state)
         except BaseException as error:  # also SystemExit: a model must not end the engine silently
             self._post(Ready(failure=_failure(error)))
             return

@@ -90,6 +90,7 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param heartbeat_s: time between its signs of life. :param expiry_s: silence of a client after which its session
         ends; 0 = never.
     :param batch_ms: measured (rows, ms) of a batch, per size of ``Hello.batches``.
+    :param keeps_state: the model remembers a robot between requests.
     :param statistics: id of the model's normalisation. :param boot: drawn when the engine started: another one means
         that it was restarted.
     """
@@ -107,6 +108,7 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     batch_ms: tuple[tuple[Count, float], ...] = ()
     statistics: str = ""
     boot: Key = 0
+    keeps_state: bool = False
 
 
 class HelloReply(_Message, frozen=True, tag="hello_reply"):

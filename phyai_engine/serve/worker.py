@@ -211,13 +211,13 @@ class _Worker:
             if message.keys:  # a front has made its requests whole
                 message, arrays = self._kept.whole(message, arrays)
             work = Work(request_from_wire(message, arrays, now_mono_ns=now_ns), now_ns)
-        except KeyframeError as error:
-            self._refuse(peer, message, "keyframe", str(error))
-            return
-        if message.epoch <= self._cancelled.get(message.slot, -1):
-            self._refuse(peer, work.request, "cancelled")
+        except ProtocolError as error:  # of this row alone: the others of the batch run
+            self._refuse(peer, message, "keyframe" if isinstance(error, KeyframeError) else "protocol", str(error))
         else:
-            self._rows.append(work)
+            if message.epoch <= self._cancelled.get(message.slot, -1):
+                self._refuse(peer, message, "cancelled")
+            else:
+                self._rows.append(work)
         if self._rows and (message.rows_left == 0 or len(self._rows) >= _MAX_ROWS):
             batch, self._rows = self._rows, []
             for replaced in self._compute.put(batch):
@@ -283,6 +283,7 @@ class _Worker:
             versions=_versions(),
             rtc_max_delay=self._model.rtc.guide.max_delay,
             batch_ms=ready.batch_ms,
+            keeps_state=ready.keeps_state,
             statistics=statistics_id(self._model.normalisation),
         )
         self._send(peer, HelloReply(engine=engine))
