@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from phyai_engine import __version__, cli_fleet
+from phyai_engine import __version__, cli_fleet, cli_serve
 from phyai_engine.cli_errors import readable_errors
 from phyai_engine.errors import ConfigError
 
@@ -21,6 +21,8 @@ app = typer.Typer(
 app.command()(cli_fleet.keygen)
 app.add_typer(cli_fleet.robots, name="robots")
 app.command()(cli_fleet.client)
+app.command()(cli_serve.serve)
+app.command()(cli_serve.status)
 
 
 class Device(str, Enum):
