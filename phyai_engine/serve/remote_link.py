@@ -43,6 +43,7 @@ from phyai_engine.types import Request
 _HANDSHAKE_S = 2.0  # of one attempt, from connecting to the server's answer
 _LEAVE_S = 0.2  # for the goodbye to be sent
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts; doubled each time, shortened by chance
+_WAITING_S = 0.5  # between signs of life of a robot that waits for a server to warm up
 _BEATS = 3  # heartbeats that the limit must span
 _SIGNS = 4  # signs of life of ours within the time after which a server ends a session
 _log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class RemoteLink(Link):
         socket, monitor = self._socket, self._monitor
         self._socket = self._monitor = None
         self._accepted = self._leaving = False
+        self._alive_s = 0.0
         if socket is not None and monitor is not None:
             self._poller.unregister(socket)
             self._poller.unregister(monitor)
@@ -234,11 +236,14 @@ class RemoteLink(Link):
         if not self._accepted:  # another server is there now, of another version
             self._broken = str(error)
 
-    def _heard(self) -> None:
+    def _heard(self, message: Message) -> None:
+        if isinstance(message, ErrorReply) and message.reason == "protocol":
+            return  # it lives, but not for us: so it answers a robot that was revoked
         if self._accepted:
-            super()._heard()
-        else:  # it lives and warms up, perhaps
+            super()._heard(message)
+        else:  # it lives, and warms up perhaps: it is to know that somebody waits
             self._by_s = time.monotonic() + _HANDSHAKE_S
+            self._alive_s = _WAITING_S
 
     def _on_error(self, message: ErrorReply) -> None:
         if message.reason == "keyframe":
@@ -263,10 +268,9 @@ class RemoteLink(Link):
     # -- each turn
 
     def _flush(self) -> None:
-        if not self._accepted or self._leaving:
-            return
-        super()._flush()
-        if self._alive_s and time.monotonic() - self._spoke_s > self._alive_s:
+        if self._accepted and not self._leaving:
+            super()._flush()
+        if self._socket is not None and self._alive_s and time.monotonic() - self._spoke_s > self._alive_s:
             self._send(Alive())
 
     def _to_wire(self, request: Request) -> tuple[RequestMessage, dict[str, Array]]:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from served import ROOT, RawRobot, Served
 
 from phyai_engine.config import load_robot, resolve
-from phyai_engine.errors import EngineRefusedError, EngineTimeoutError
+from phyai_engine.errors import EngineRefusedError, EngineTimeoutError, ProtocolError
 from phyai_engine.serve import keys
 from phyai_engine.serve import protocol as wire
 from phyai_engine.serve.remote_link import RemoteEngine
@@ -316,7 +316,7 @@ def test_a_robot_that_stops_reading(server: Served, sound: RemotePolicy) -> None
                 assert sound.infer(FRAMES, at_rest(), "go").round_trip_ms < 1000.0
                 time.sleep(0.05)
             deaf.send_signal(signal.SIGSTOP)  # now it does not even acknowledge
-            for _ in range(20):
+            for _ in range(15):
                 assert sound.infer(FRAMES, at_rest(), "go").round_trip_ms < 1000.0
                 time.sleep(0.1)  # its session expires meanwhile
             assert server.rss_bytes() - before < 64 * MIB
@@ -325,7 +325,7 @@ def test_a_robot_that_stops_reading(server: Served, sound: RemotePolicy) -> None
 
 
 def test_a_server_killed_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
-    server = Served(tmp_path, {"latency_ms": 300.0})
+    server = Served(tmp_path, {"latency_ms": 200.0}, served={"buckets": [1]})
     try:
         with policy(server, "r1") as robot:
             first = robot.infer(FRAMES, at_rest(), seed=3).chunk.actions
@@ -333,12 +333,13 @@ def test_a_server_killed_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
             robot._client.submit(replace(request(10_000, epoch=epoch), seed=3))
             time.sleep(0.15)
             began = time.monotonic()
-            server.kill()
+            server.process.kill()
             while not (events := robot._client.poll()):
                 assert time.monotonic() - began < 2.0
                 time.sleep(0.01)
             assert "lost" in str(events[0].error)  # type: ignore[union-attr]
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 0.5
+            server.kill()
             server.start()
             deadline = time.monotonic() + 10.0
             while not robot._client.alive:
@@ -362,13 +363,13 @@ time.time_ns = lambda: _time_ns() + next(_leap) * 10**9
 
 
 def test_clock_steps_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Served(tmp_path, before=f"exec({_LEAP!r})", expiry_s=1.0)
+    server = Served(tmp_path, before=f"exec({_LEAP!r})", expiry_s=0.8, served={"buckets": [1]})
     try:
         with policy(server, "r1") as robot:
             for offset_s in (0.0, 3600.0, -3600.0, 86400.0):
                 monkeypatch.setattr(time, "time", lambda o=offset_s: 1.7e9 + o)
                 monkeypatch.setattr(time, "time_ns", lambda o=offset_s: int((1.7e9 + o) * 1e9))
-                for _ in range(5):
+                for _ in range(3):
                     answer = robot.infer(FRAMES, at_rest())
                     assert 0.0 <= answer.chunk.timings.queue_ms < 1000.0
                     assert 0.0 < answer.round_trip_ms < 2000.0
@@ -384,18 +385,22 @@ def test_keys_decide_who_a_robot_is(tmp_path: Path) -> None:
     keys.make_pair(folder, "server")
     keys.add_robot(folder, "r1", keys.make_pair(tmp_path / "robot", "r1"))
     pair = keys.robot_keys(tmp_path / "robot" / "r1.key_secret", folder / "server.key")
-    server = Served(tmp_path, keys=str(folder), expiry_s=1.0)
+    server = Served(tmp_path, keys=str(folder), expiry_s=0.8, served={"buckets": [1]})
     try:
         with pytest.raises(EngineRefusedError, match="not that of its key"), policy(server, "r2", keys=pair):
             pass
-        with pytest.raises(EngineTimeoutError, match="another key"), policy_for(server, "r1", 1.0):
+        with pytest.raises(EngineTimeoutError, match=r"another key|only one of"), policy_for(server, "r1", 1.0):
             pass
         with policy(server, "r1", keys=pair) as robot:
             assert robot.infer(FRAMES, at_rest()).chunk.actions.size
             keys.revoke_robot(folder, "r1")
             time.sleep(1.0)
-            with pytest.raises(Exception, match=r"ended this session|lost|no answer|revoked"):
+            with pytest.raises(ProtocolError, match="key is not on the list any more"):
                 robot.infer(FRAMES, at_rest(), deadline_s=2.0)
+            deadline = time.monotonic() + 5.0
+            while robot._client.alive:  # its session is over: a robot's node stops by its heartbeat's limit
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
         assert pair.secret.decode() not in server.log()
         assert pair.public not in server.log()
     finally:
@@ -403,7 +408,7 @@ def test_keys_decide_who_a_robot_is(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_it_after_what_is_under_way(tmp_path: Path) -> None:
-    server = Served(tmp_path, {"latency_ms": 300.0})
+    server = Served(tmp_path, {"latency_ms": 200.0}, served={"buckets": [1]})
     try:
         with policy(server, "r1") as robot:
             robot.infer(FRAMES, at_rest())

