@@ -90,9 +90,7 @@ def silent(server: ScriptedServer, peer: bytes, request: Request) -> None:
 # -- one request -----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_answered_and_its_time_is_told_apart(
-    proxied: Any, connect: Any, make_request: Make
-) -> None:
+def test_a_request_is_answered_and_its_time_is_told_apart(proxied: Any, connect: Any, make_request: Make) -> None:
     server, proxy = proxied
     session = connect(proxy, remote={"robot_id": "r7"})
     (hello,) = server.hellos
