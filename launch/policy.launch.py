@@ -34,7 +34,10 @@ PROFILE_VARIABLES = ("FASTRTPS_DEFAULT_PROFILES_FILE", "FASTDDS_DEFAULT_PROFILES
 TRUE_OR_FALSE = ("true", "false")
 RESPAWN_DELAY_S = 1.0
 # Arguments that are parameters of policy_node; an empty one leaves the word to the parameters file.
-PARAMETERS = ("robot", "model", "engine", "engine_endpoint", "output", "instruction", "fleet_stop_topic", "record")
+PARAMETERS = (
+    *("robot", "model", "engine", "engine_endpoint", "engine_key", "engine_server_key"),
+    *("output", "instruction", "fleet_stop_topic", "record"),
+)
 
 # name, default, choices (none: any), description
 ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -49,6 +52,8 @@ ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "Where inference runs. Empty: as in params_file.",
     ),
     ("engine_endpoint", "", (), "Engine server of engine:=remote, e.g. tcp://gpu-server:5555."),
+    ("engine_key", "", (), "engine:=remote: this robot's NAME.key_secret, needed beyond this host."),
+    ("engine_server_key", "", (), "engine:=remote: the server's server.key."),
     (
         "output",
         "",

@@ -66,10 +66,14 @@ class InFlight:
     """One mailbox, one request in flight, every submitted request ends in exactly one Answered or Failed.
 
     No call blocks: the lock is only ever held for a few assignments.
+
+    :param waits_for_cancelled: a cancelled request counts as in flight until the engine has let go of it. An engine
+        that serves many robots has its own order, and one that never answers must not hold the robot up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits_for_cancelled: bool = True) -> None:
         self._lock = threading.Lock()
+        self._waits_for_cancelled = waits_for_cancelled
         self._mailbox: _Flight | None = None
         self._flight: _Flight | None = None
         self._cancelled_epoch = -1
@@ -103,8 +107,9 @@ class InFlight:
                 self._fail(self._mailbox, _cancelled(self._mailbox.request), "cancelled")
                 self._mailbox = None
             if self._flight is not None and self._flight.request.epoch <= epoch:
-                # The slot stays taken until the engine has let go of it: still one in flight.
                 self._fail(self._flight, _cancelled(self._flight.request), "cancelled")
+                if not self._waits_for_cancelled:
+                    self._flight = None
 
     def take_cancel(self) -> int | None:
         """The epoch of a cancel that has not been sent yet."""

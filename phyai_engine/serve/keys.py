@@ -98,6 +98,23 @@ def robot_keys(secret_file: Path, server_file: Path) -> RobotKeys:
     return RobotKeys(public, public_key(server_file), secret)
 
 
+def key_pair(key: Path | None, server_key: Path | None) -> RobotKeys | None:
+    """Both files, or none.
+
+    :raises ConfigError: only one is given, or one cannot be used.
+    """
+    if key is None and server_key is None:
+        return None
+    if key is None or server_key is None:
+        raise ConfigError("one of two key files is missing", wanted="the robot's secret and the server's public key")
+    return robot_keys(key, server_key)
+
+
+def key_name(key: Path | None) -> str:
+    """The robot that a key file is of; "" without one."""
+    return "" if key is None else key.name.removesuffix(SECRET)
+
+
 def add_robot(folder: Path, name: str, key: str) -> Path:
     """Let a robot in: from now on, without a restart of the server.
 

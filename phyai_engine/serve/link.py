@@ -56,6 +56,7 @@ class Link(ABC):
     """One I/O thread owns the socket, and whatever the engine runs in. Its public part is for any thread.
 
     :param on_event, start_timeout_s, heartbeat_timeout_s: as EngineClient takes them.
+    :param waits_for_cancelled: as InFlight takes it.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class Link(ABC):
         on_event: Callable[[], None],
         start_timeout_s: float,
         heartbeat_timeout_s: float,
+        waits_for_cancelled: bool = True,
     ) -> None:
-        self.requests = InFlight()
+        self.requests = InFlight(waits_for_cancelled=waits_for_cancelled)
         self.crash: CrashReport | None = None
         self.failure: EngineError | None = None
         self.hello: EngineHello | None = None  # guarded by the condition, as failure and the phase

@@ -51,8 +51,8 @@ _ENDED = {
     zmq.Event.CLOSED: "the connection was refused",
     zmq.Event.DISCONNECTED: "the connection ended",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the server does not let this robot's key in: `phyai robots add` there",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "no engine server there, or only one of the two has keys",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: is its key the server's public key?",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "only one of server and robot has keys",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it broke off the handshake: no engine server, or one with another key",
 }
 _EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.CLOSED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
 _EVENTS |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -85,7 +85,7 @@ class RemoteLink(Link):
     """
 
     def __init__(self, robot: RobotConfig, remote: RemoteEngine, **rest: Any) -> None:
-        super().__init__(robot, **rest)
+        super().__init__(robot, waits_for_cancelled=False, **rest)
         self._remote = remote
         self._instance = secrets.randbits(62)
         self._streams = SentStreams(remote.jpeg_quality)

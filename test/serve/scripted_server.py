@@ -1,4 +1,4 @@
-"""A server of the engine protocol that does what a test says: sessions and deltas as the real one, answers on demand."""
+"""A server of the engine protocol that does what a test says: sessions and deltas as a real one, answers on demand."""
 
 from __future__ import annotations
 
