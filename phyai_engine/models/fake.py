@@ -111,7 +111,8 @@ class FakeModel:
             cameras=options.cameras,
         )
         self._runs = -options.grace_runs
-        self._share_s = 0.0  # of this run's latency, what each call spends
+        self._share_s = 0.0  # of this run's latency, what each call spends, its own computing included
+        self._spent_s = 0.0  # monotonic time at which the next call is to be done
 
     @classmethod
     def load(cls, config: ModelConfig) -> FakeModel:
@@ -137,6 +138,7 @@ class FakeModel:
         on_phase("prefix")
         self._runs += 1
         self._share_s = self._latency_ms(len(inputs["anchor"])) / 1e3 / (self.options.num_steps + 1)
+        self._spent_s = time.monotonic()
         if self._runs > 0:
             self._go_wrong()
         self._spend()
@@ -240,11 +242,11 @@ class FakeModel:
 
     def _spend(self) -> None:
         """This call's share of the latency."""
+        self._spent_s += self._share_s
         if not self.options.busy:
-            time.sleep(self._share_s)
+            time.sleep(max(0.0, self._spent_s - time.monotonic()))
             return
-        end = time.monotonic() + self._share_s
-        while time.monotonic() < end:
+        while time.monotonic() < self._spent_s:
             pass
 
 
