@@ -15,6 +15,7 @@ import numpy as np
 from evidence import conclude, options
 from fleet_stand import CHUNK_S, DT_S, FleetStand
 from phyai_policy.msg import ChunkTiming
+from proxy import Faults
 from rich.progress import Progress
 
 from phyai_engine.types import AbortCause, CommandKind
@@ -115,11 +116,9 @@ def outages(count: int, robots: int, progress: Progress) -> list[Row]:
     return rows
 
 
-def lossy(seconds: float, robots: int) -> list[Row]:
+def lossy(seconds: float, robots: int, jpeg_quality: int) -> list[Row]:
     """30 % of the segments are lost and come again; the robots go on, and hold where a chunk comes too late."""
-    from proxy import Faults
-
-    stand = FleetStand(robots, PATIENT)
+    stand = FleetStand(robots, {**PATIENT, "engine_jpeg_quality": jpeg_quality})
     try:
         stand.moving()
         stand.proxy.faults = Faults(delay_s=0.005, jitter_s=0.005, loss=0.3)
@@ -139,8 +138,13 @@ def lossy(seconds: float, robots: int) -> list[Row]:
     p50, p99 = np.percentile(transfer, [50, 99])
     share = kinds[CommandKind.HOLD] / max(1, sum(kinds.values()))
     ticks = f"{kinds[CommandKind.ACTION]} actions, {kinds[CommandKind.HOLD]} holds ({share:.1%})"
+    images = f"JPEG {jpeg_quality}" if jpeg_quality else "raw images"
     return [
-        (f"30 % of segments lost, {ran:.0f} s, {robots} robots: ticks", ticks, sum(kinds.values()) * DT_S > 0.9 * ran),
+        (
+            f"30 % of segments lost, {images}, {ran:.0f} s, {robots} robots: ticks",
+            ticks,
+            sum(kinds.values()) * DT_S > 0.9 * ran,
+        ),
         ("  chunks accepted, ran out before", f"{len(accepted)}, {missed}", len(accepted) > 0),
         ("  transfer ms", f"p50 {p50:.0f}, p99 {p99:.0f}", None),
         ("  stops", str(kinds[CommandKind.STOP]), kinds[CommandKind.STOP] == 0),
@@ -157,7 +161,8 @@ def main() -> int:
     chosen = options(parser)
     with Progress() as progress:
         rows = outages(chosen.count, chosen.robots, progress)
-    rows += lossy(chosen.seconds, chosen.robots)
+    for jpeg_quality in (0, 80):
+        rows += lossy(chosen.seconds, chosen.robots, jpeg_quality)
     return conclude("fleet faults: robots whose engine server or network fails", rows, log=chosen.log)
 
 

@@ -65,8 +65,8 @@ class Engine:
         return event.chunk.actions
 
 
-def requests(robot: RobotConfig, count: int, hello: Any) -> Iterator[tuple[Request, bool]]:
-    """Random ones, and for each whether it continues the chunk before (its committed steps are then filled in)."""
+def requests(robot: RobotConfig, count: int) -> Iterator[tuple[Request, bool]]:
+    """Random ones, and for each whether it is to continue the chunk before."""
     rng = np.random.default_rng(1)
     state = np.zeros(len(robot.state))
     for i in range(1, count + 1):
@@ -86,9 +86,9 @@ def same_requests(model: str, count: int) -> list[Row]:
         try:
             equal, before = {True: 0, False: 0}, None
             s = near.hello.horizon // 2
-            for request, continues in requests(robot, count, near.hello):
-                if continues and before is not None:
-                    request = replace(request, committed=Committed(before[4:], delay_steps=3, execution_steps=s))
+            for plain, continues in requests(robot, count):
+                committed = Committed(before[4:], 3, s) if continues and before is not None else None
+                request = replace(plain, committed=committed)
                 before = near.ask(request)
                 equal[continues] += before.tobytes() == far.ask(request).tobytes()
         finally:
@@ -96,9 +96,9 @@ def same_requests(model: str, count: int) -> list[Row]:
             far.client.stop()
     finally:
         server.close()
-    plain, rtc = count - count // 2, count // 2
+    fresh, rtc = count - count // 2, count // 2
     return [
-        (f"{model}: equal chunks, remote and process, plain", f"{equal[False]} of {plain}", equal[False] == plain),
+        (f"{model}: equal chunks, remote and process, plain", f"{equal[False]} of {fresh}", equal[False] == fresh),
         (f"{model}: equal chunks, remote and process, RTC", f"{equal[True]} of {rtc}", equal[True] == rtc),
     ]
 
@@ -149,7 +149,11 @@ def recorded_node(model: str, seconds: float) -> list[Row]:
     )
     told = next((line for line in done.stdout.splitlines() if "chunks have the same" in line), done.stderr[-300:])
     return [
-        (f"{model}: node with engine: remote, {seconds:g} s over ROS, asked again of a process", told, not done.returncode),
+        (
+            f"{model}: node with engine: remote, {seconds:g} s over ROS, asked again of a process",
+            told,
+            not done.returncode,
+        ),
         ("the node's process holds torch", "yes" if torch else "no", not torch),
     ]
 

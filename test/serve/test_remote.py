@@ -197,10 +197,17 @@ def test_overloaded_is_a_refusal_with_its_code(serve: Any, connect: Any, make_re
         ids = {"epoch": request.epoch, "chunk_id": request.chunk_id}
         server.send(peer, wire.ErrorReply(error_type="", text="it would take 300 ms", **code, **ids))
 
-    event = connect(serve(busy)).ask(make_request())
-    assert isinstance(event, Failed)
-    assert isinstance(event.error, RefusalError)
-    assert event.error.code is Refusal.OVERLOADED
+    session = connect(serve(busy))
+    began = time.monotonic()
+    for chunk_id in range(1, 9):
+        event = session.ask(make_request(1, chunk_id))
+        assert isinstance(event, Failed)
+        assert isinstance(event.error, RefusalError)
+        assert event.error.code is Refusal.OVERLOADED
+    assert time.monotonic() - began > 0.5  # told later each time, so that it asks less often
+    session.client.submit(make_request(1, 9))
+    session.client.cancel(1)
+    assert isinstance(session.next(0.1), Failed)  # a cancel never waits
 
 
 def test_remaining_time_is_of_when_it_was_sent(serve: Any, connect: Any, make_request: Make) -> None:
