@@ -276,7 +276,8 @@ class Link(ABC):
                 self._enter(message.phase)
             elif isinstance(message, Reply):
                 chunk = chunk_from_wire(message, arrays)
-                self.requests.answered(chunk, decode_ms=(time.monotonic_ns() - began_ns) / 1e6)
+                took_ms = (time.monotonic_ns() - began_ns) / 1e6
+                self.requests.answered(chunk, decode_ms=took_ms, valid_ms=message.valid_ms)
             elif isinstance(message, ErrorReply):
                 self._on_error(message)
             elif isinstance(message, HelloReply):

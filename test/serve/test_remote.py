@@ -36,7 +36,7 @@ from phyai_engine.serve import protocol as wire
 from phyai_engine.serve.auth import Gate
 from phyai_engine.serve.client import Answered, Failed, Lost
 from phyai_engine.serve.remote_link import RemoteEngine
-from phyai_engine.types import Refusal, Request
+from phyai_engine.types import Refusal, Request, StageTimings
 
 Make = Callable[..., Request]
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,6 +288,28 @@ def test_a_cut_shorter_than_the_limit_is_only_late(proxied: Any, connect: Any, m
     assert isinstance(event, Answered)
     assert event.round_trip_ms > 450.0
     assert session.client.counters["sessions"] == 1
+
+
+def test_a_chunk_that_comes_after_its_time_is_not_played(proxied: Any, connect: Any, make_request: Make) -> None:
+    server, proxy = proxied
+
+    def reply(server: ScriptedServer, peer: bytes, request: Request) -> None:
+        ids = {"epoch": request.epoch, "chunk_id": request.chunk_id}
+        message = wire.Reply(**ids, timings=StageTimings(queue_ms=0.0, inference_ms=1.0), valid_ms=200.0)
+        server.send(peer, message, {"actions": np.zeros((5, 2))})
+
+    server.answer = reply
+    session = connect(proxy, heartbeat_timeout_s=2.0)
+    assert isinstance(session.ask(make_request(1, 1)), Answered)
+    proxy.cut()
+    session.client.submit(make_request(1, 2))
+    time.sleep(0.4)
+    proxy.mend()
+    event = session.next()
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, RefusalError)
+    assert event.error.code is Refusal.EXHAUSTED
+    assert session.client.counters["late"] == 1
 
 
 def test_a_reset_connection_is_made_again(proxied: Any, connect: Any, make_request: Make) -> None:

@@ -1,6 +1,7 @@
-"""What a server makes of bad input over real sockets, from processes apart. PROTOCOL.md states each outcome.
+"""`phyai serve` over real sockets, from processes apart: the same chunks as a child process, and what it makes of bad
+input. PROTOCOL.md states each outcome.
 
-After every case a sound robot, connected from the beginning, still gets its chunks, and the server has not grown.
+After every bad case a sound robot, connected from the beginning, still gets its chunks, and the server has not grown.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import socket as stdlib_socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,14 +27,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from served import ROOT, RawRobot, Served
 
-from phyai_engine.config import load_robot, resolve
+from phyai_engine.config import load_model, load_robot, resolve
 from phyai_engine.errors import EngineRefusedError, EngineTimeoutError, ProtocolError
 from phyai_engine.serve import keys
 from phyai_engine.serve import protocol as wire
+from phyai_engine.serve.client import Answered, EngineClient
 from phyai_engine.serve.remote_link import RemoteEngine
 from phyai_engine.serve.remote_policy import RemotePolicy
 from phyai_engine.serve.streams import request_to_wire
-from phyai_engine.types import Observation, Request, StageTimings
+from phyai_engine.types import Committed, Observation, Request, StageTimings
 
 ARM = load_robot(resolve("robots", "arm7"))
 FRAMES = {camera.name: np.zeros((24, 32, 3), np.uint8) for camera in ARM.cameras}
@@ -60,13 +63,6 @@ def hello(robot_id: str, **changes: Any) -> wire.Hello:
 def policy(server: Served, robot_id: str, **remote: Any) -> RemotePolicy:
     engine = RemoteEngine(endpoint=server.endpoint, model="m", robot_id=robot_id, **remote)
     return RemotePolicy(ARM, engine, start_timeout_s=20.0)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("server"), expiry_s=1.0)
-    yield served
-    served.close()
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +286,33 @@ def test_a_robot_that_floods_is_slowed_and_nobody_else(server: Served, sound: Re
     assert len(errors) < 2000
 
 
+def test_a_server_and_a_child_process_give_the_same_chunks(server: Served) -> None:
+    """Byte for byte, also where the chunk continues committed steps; make prove-remote has a model with weights."""
+    signal_ = threading.Event()
+    near = EngineClient(ARM, load_model(server.model_file), "process", on_event=signal_.set, warm_up_count=1)
+    near.start()
+    try:
+        with policy(server, "same") as far:
+            before: Any = None
+            for i in range(1, 9):
+                committed = None if before is None or i % 2 else Committed(before[3:], 2, 8)
+                asked = replace(request(i, state=at_rest() + 0.01 * i), committed=committed)
+                near.submit(asked)
+                assert signal_.wait(10.0)
+                signal_.clear()
+                (event,) = near.poll()
+                assert isinstance(event, Answered), event
+                before = event.chunk.actions
+                seen = asked.observation
+                there = far.infer(FRAMES, seen.state, "go", velocity=seen.velocity, committed=committed, seed=i)
+                assert there.chunk.actions.tobytes() == before.tobytes()
+    finally:
+        near.stop()
+
+
 _DEAF = """
 import sys; sys.path[:0] = [{root!r}, {here!r}]
-from test_bad_input import RawRobot, hello, request, request_to_wire
+from test_served import RawRobot, hello, request, request_to_wire
 robot = RawRobot({endpoint!r})
 robot.send(hello("deaf"))
 assert robot.next().engine is not None
