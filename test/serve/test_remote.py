@@ -267,7 +267,7 @@ def test_silence_is_lost_once_and_the_client_comes_back(proxied: Any, connect: A
     assert 0.3 < time.monotonic() - began < 0.9
     assert "no heartbeat" in str(lost.error)
     assert not session.client.alive
-    time.sleep(1.0)
+    time.sleep(0.6)
     assert session.client.poll() == []  # told once
     proxy.mend()
     until(lambda: bool(session.client.alive))
@@ -444,11 +444,11 @@ def test_nobody_there_is_told_with_the_reason_within_the_bound(connect: Any) -> 
         port = held.getsockname()[1]
         began = time.monotonic()
         with pytest.raises(EngineTimeoutError, match="the connection was refused"):
-            connect(f"tcp://127.0.0.1:{port}", start_timeout_s=0.6)
+            connect(f"tcp://127.0.0.1:{port}", start_timeout_s=0.4)
         assert time.monotonic() - began < 2.0
         held.listen()  # connects, and says nothing
         with pytest.raises(EngineTimeoutError, match="did not accept this robot"):
-            connect(f"tcp://127.0.0.1:{port}", start_timeout_s=0.6)
+            connect(f"tcp://127.0.0.1:{port}", start_timeout_s=0.4)
 
 
 def test_a_server_that_is_no_engine_is_told(connect: Any) -> None:
@@ -463,7 +463,7 @@ def test_a_server_that_is_no_engine_is_told(connect: Any) -> None:
         thread = threading.Thread(target=talk, args=(listener,), daemon=True)
         thread.start()
         with pytest.raises(EngineTimeoutError, match="it broke off the handshake: no engine server"):
-            connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", start_timeout_s=1.0)
+            connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", start_timeout_s=0.4)
         listener.shutdown(stdlib_socket.SHUT_RDWR)
     thread.join(2.0)
 
@@ -515,15 +515,15 @@ def test_a_known_key_connects_and_an_unknown_one_is_told(
         assert session.client.stop()
         keys.revoke_robot(fleet_keys, "r1")
         with pytest.raises(EngineTimeoutError, match="phyai robots add"):
-            connect(server, remote={"keys": pair}, start_timeout_s=1.0)
+            connect(server, remote={"keys": pair}, start_timeout_s=0.4)
         keys.make_pair(fleet_keys / "impostor", "server")
         wrong = keys.robot_keys(fleet_keys / "robot" / "r1.key_secret", fleet_keys / "impostor" / "server.key")
         with pytest.raises(EngineTimeoutError, match="or one with another key"):
-            connect(server, remote={"keys": wrong}, start_timeout_s=1.0)
+            connect(server, remote={"keys": wrong}, start_timeout_s=0.4)
         with pytest.raises(EngineTimeoutError, match=r"another key|only one of"):
-            connect(server, start_timeout_s=1.0)
+            connect(server, start_timeout_s=0.4)
         with pytest.raises(EngineTimeoutError, match=r"another key|only one of"):
-            connect(serve(), remote={"keys": pair}, start_timeout_s=1.0)
+            connect(serve(), remote={"keys": pair}, start_timeout_s=0.4)
     finally:
         server.close()
         gate.close()
