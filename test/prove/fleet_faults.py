@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from evidence import conclude, options
 from fleet_stand import CHUNK_S, DT_S, FleetStand
-from phyai_policy.msg import ChunkTiming
+from phyai_policy.msg import ChunkTiming, PolicyStatus
 from proxy import Faults
 from rich.progress import Progress
 
@@ -133,7 +133,7 @@ def lossy(seconds: float, robots: int, jpeg_quality: int) -> list[Row]:
         codes = stand.close()
     kinds = {kind: sum(m.kind == kind for m in heard) for kind in (CommandKind.ACTION, *SAFE)}
     accepted = [t for t in timings if t.outcome == ChunkTiming.OUTCOME_ACCEPTED]
-    missed = sum(t.m_exhaust_s < 0 for t in accepted)
+    late = sum(t.refusal == PolicyStatus.REFUSAL_EXHAUSTED for t in timings)
     transfer = np.array([t.l_transfer_s for t in accepted]) * 1e3
     p50, p99 = np.percentile(transfer, [50, 99])
     share = kinds[CommandKind.HOLD] / max(1, sum(kinds.values()))
@@ -145,8 +145,8 @@ def lossy(seconds: float, robots: int, jpeg_quality: int) -> list[Row]:
             ticks,
             sum(kinds.values()) * DT_S > 0.9 * ran,
         ),
-        ("  chunks accepted, ran out before", f"{len(accepted)}, {missed}", len(accepted) > 0),
-        ("  transfer ms", f"p50 {p50:.0f}, p99 {p99:.0f}", None),
+        ("  chunks accepted; refused because they took longer than a chunk lasts", f"{len(accepted)}; {late}", None),
+        ("  transfer ms of those accepted", f"p50 {p50:.0f}, p99 {p99:.0f}", None),
         ("  stops", str(kinds[CommandKind.STOP]), kinds[CommandKind.STOP] == 0),
         ("  old actions", str(stand.old), stand.old == 0),
         ("  exit codes of the nodes", "all 0" if not any(codes) else str(codes), not any(codes)),
