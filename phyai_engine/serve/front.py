@@ -327,8 +327,9 @@ class Front:
         now_ns = time.monotonic_ns()
         wakes = [wake for pool in self._pools.values() if (wake := pool.wake_ns(now_ns)) is not None]
         due_ns = min([round(beat_s * 1e9), *wakes])
-        self._poller.poll(max(0, math.ceil((due_ns - now_ns) / 1e6)))
-        self._wake.clear()
+        found = self._poller.poll(max(0, math.ceil((due_ns - now_ns) / 1e6)))
+        if any(what is self._wake or what == self._wake.fileno() for what, _ in found):
+            self._wake.clear()
 
     def _beat(self, now_s: float) -> None:
         for session in self._sessions.expired(self._config.expiry_s, now_s):

@@ -38,7 +38,7 @@ class Server:
         keys = Path(config.keys) if config.keys else None
         check_bind(config.endpoint, keys)
         self.figures = Figures()
-        self._config, self._stop = config, False
+        self.config, self._stop = config, False
         self._left = contextlib.ExitStack()
         with contextlib.ExitStack() as built:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -96,12 +96,12 @@ class Server:
         self._wake.set()
 
     def _pool(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> Pool:
-        served = self._config.models[name]
+        served = self.config.models[name]
         robot, model = load_robot(resolve("robots", served.robot)), model_from(served.model)
-        return Pool(context, name, served, model, robot, start_timeout_s=self._config.start_timeout_s)
+        return Pool(context, name, served, model, robot, start_timeout_s=self.config.start_timeout_s)
 
     def _ready(self) -> None:
-        print(f"ready {self._config.endpoint}", flush=True)  # for whoever started this process
+        print(f"ready {self.config.endpoint}", flush=True)  # for whoever started this process
 
 
 def serve_command(config: str) -> None:
