@@ -149,9 +149,9 @@ class Replica:
         self.host.kill()
         self.socket.close(linger=0)
 
-    def gone(self) -> bool:
-        """True once a killed one has ended; what it held is released then."""
-        if not self.host.wait(0.0):
+    def gone(self, until_s: float = 0.0) -> bool:
+        """True once a killed one has ended; what it held is released then. :param until_s: monotonic, to wait for it."""
+        if not self.host.wait(max(0.0, until_s - time.monotonic())):
             return False
         self.host.close()
         return True

@@ -48,12 +48,12 @@ class Server:
             if gate is not None:
                 built.callback(gate.close)
             socket = built.enter_context(open_socket(context, config, gate))
-            self._pools = {name: self._pool(context, name) for name in config.models}
+            self.pools = {name: self._pool(context, name) for name in config.models}
             self._wake = wake
             self.front = Front(
                 socket,
                 config,
-                self._pools,
+                self.pools,
                 gate,
                 self.figures,
                 wake=wake,
@@ -70,9 +70,9 @@ class Server:
     def __exit__(self, *error: object) -> None:
         try:
             until_s = time.monotonic() + _END_S
-            for pool in self._pools.values():
+            for pool in self.pools.values():
                 pool.ask_to_end()
-            for name, pool in self._pools.items():
+            for name, pool in self.pools.items():
                 if pool.end(until_s):
                     continue
                 _log.error("%s: a replica did not end within %.0f s", name, _END_S)
@@ -84,10 +84,10 @@ class Server:
 
         :raises EngineError: no model can be served.
         """
-        for pool in self._pools.values():
+        for pool in self.pools.values():
             pool.start()
         self.front.run()
-        if reasons := [f"{name}: {pool.failure}" for name, pool in self._pools.items() if pool.failure]:
+        if reasons := [f"{name}: {pool.failure}" for name, pool in self.pools.items() if pool.failure]:
             raise EngineError("a model could not be served", got="; ".join(reasons))
 
     def stop(self) -> None:

@@ -40,7 +40,7 @@ def received_frames(socket: zmq.Socket[bytes]) -> Iterator[list[Any]]:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Any] | None:
-    if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # a tenth of what raising zmq.Again costs
+    if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # a tenth of what raising zmq.Again costs
         return None
     frame: Any = socket.recv(zmq.NOBLOCK, copy=False)
     frames = [frame]

@@ -1,4 +1,4 @@
-"""How many robots one GPU serves: pi0.5 at full size with random weights behind `phyai serve`, simulated robots before it.
+"""How many robots one GPU serves: pi0.5 at full size, random weights, behind `phyai serve`; simulated robots before it.
 
     python test/prove/fleet_gpu.py --points 32:2:200 100:1:400      robots : requests a second of each : deadline in ms
 

@@ -1,4 +1,4 @@
-"""The parser against bytes that are no message: a short run of test/prove/fleet_fuzz.py, which does it a million times."""
+"""The parser against bytes that are no message: a short run of test/prove/fleet_fuzz.py, which does a million."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ The front runs in a thread of this process, its replicas are children with the s
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import threading
 import time
@@ -81,6 +83,7 @@ class Running:
         self.context: zmq.Context[Any] = zmq.Context()
         self.error: PhyaiError | None = None
         self.server: Server | None = None
+        self._ids, self._robots = itertools.count(1), list[Robot]()
         self._made = threading.Event()
         self.thread = threading.Thread(target=self._serve, args=(config,))
         self.thread.start()
@@ -96,21 +99,37 @@ class Running:
         finally:
             self._made.set()
 
-    def robot(self, robot_id: str = "r1", model: Any = "m", instance: int = 1, **changes: Any) -> Robot:
-        """A robot that said hello."""
+    def robot(self, robot_id: str = "", model: Any = "m", instance: int = 1, **changes: Any) -> Robot:
+        """A robot that said hello, by default with an id that no other has."""
+        robot_id = robot_id or f"robot {next(self._ids)}"
         hello = wire.Hello(
             robot=msgspec.to_builtins(self._robot), robot_id=robot_id, model=model, instance=instance, **changes
         )
-        return Robot(self.context, self.endpoint, hello)
+        return self.connect(hello)
+
+    def connect(self, hello: wire.Hello) -> Robot:
+        """A robot that said this."""
+        self._robots.append(Robot(self.context, self.endpoint, hello))
+        return self._robots[-1]
 
     def status(self) -> dict[str, str]:
         """What it says of itself."""
         return dict(server_status(self.endpoint, timeout_s=WAIT_S))
 
+    def await_replicas(self, words: str) -> None:
+        """Wait until so many are up, the robots showing that they live."""
+        until_s = time.monotonic() + WAIT_S
+        while f"ready, {words} " not in self.status()["m"]:
+            assert time.monotonic() < until_s
+            for robot in self._robots:
+                robot.send(wire.Alive())
+            time.sleep(0.02)
+
     def replicas(self) -> list[psutil.Process]:
-        """Its children, oldest first."""
-        found = psutil.Process().children()
-        return sorted((child for child in found if "--endpoint" in child.cmdline()), key=lambda c: c.create_time())
+        """Its children."""
+        assert self.server is not None
+        places = [place for pool in self.server.pools.values() for place in pool.places]
+        return [psutil.Process(place.replica.host.pid) for place in places if place.replica is not None]
 
     def end(self) -> None:
         """Stop it; nothing may be left."""
@@ -118,35 +137,57 @@ class Running:
             self.server.stop()
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
-        self.context.destroy(linger=0)
+        for robot in self._robots:
+            robot.socket.close()
+        self.context.term()
 
 
 Open = Callable[..., Running]
 
 
-@pytest.fixture
-def serve(
-    tmp_path: Path, robot: RobotConfig, boot_with_stand_in: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Open]:
+@pytest.fixture(scope="module")
+def boot(boot_with_stand_in: Callable[[str], str]) -> Iterator[None]:
+    """Replicas load the stand-in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessHost, "_BOOT", boot_with_stand_in(ProcessHost._BOOT))
+        yield
+
+
+@contextlib.contextmanager
+def _servers(folder: Path, robot: RobotConfig) -> Iterator[Open]:
     """Makes servers of stand-ins; ends them all, with their replicas."""
-    monkeypatch.setattr(ProcessHost, "_BOOT", boot_with_stand_in(ProcessHost._BOOT))
-    (tmp_path / "robot.yaml").write_text(yaml.safe_dump(_plain(robot)), encoding="utf-8")
-    running: list[Running] = []
+    (folder / "robot.yaml").write_text(yaml.safe_dump(_plain(robot)), encoding="utf-8")
+    had, running = psutil.Process().children(), list[Running]()
 
     def make(*, models: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **rest: Any) -> Running:
-        (tmp_path / "model.yaml").write_text(yaml.safe_dump({"family": "stand_in", "options": options or {}}))
+        model = folder / f"model{len(running)}.yaml"
+        model.write_text(yaml.safe_dump({"family": "stand_in", "options": options or {}}), encoding="utf-8")
         whole = {}
         for name, served in (models or {"m": {}}).items():
-            whole[name] = {"model": str(tmp_path / "model.yaml"), "robot": str(tmp_path / "robot.yaml"), **served}
-        content = {"endpoint": f"ipc://{tmp_path}/front{len(running)}", "models": whole, **rest}
-        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-        running.append(Running(load_server(str(tmp_path / "serve.yaml")), robot))
+            whole[name] = {"model": str(model), "robot": str(folder / "robot.yaml"), **served}
+        content = {"endpoint": f"ipc://{folder}/front{len(running)}", "models": whole, **rest}
+        (folder / "serve.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+        running.append(Running(load_server(str(folder / "serve.yaml")), robot))
         return running[-1]
 
     yield make
     for each in running:
         each.end()
-    assert not [child for each in running for child in each.replicas()]
+    assert set(psutil.Process().children()) <= set(had)
+
+
+@pytest.fixture
+def serve(tmp_path: Path, robot: RobotConfig, boot: None) -> Iterator[Open]:
+    """Servers of this test alone."""
+    with _servers(tmp_path, robot) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory: pytest.TempPathFactory, robot: RobotConfig, boot: None) -> Iterator[Running]:
+    """A server for the tests that leave it as it was."""
+    with _servers(tmp_path_factory.mktemp("common"), robot) as make:
+        yield make()
 
 
 def _plain(robot: RobotConfig) -> Any:
@@ -158,7 +199,12 @@ def test_robots_wait_for_the_warm_up_and_are_told(serve: Open, make_request: Mak
     one = running.robot("r1")
     engine = one.ready()
     assert "loading" in one.phases
-    assert (engine.horizon, engine.action_names, engine.heartbeat_s, engine.expiry_s) == (5, ("lift", "turn"), 0.05, 3.0)
+    assert (engine.horizon, engine.action_names, engine.heartbeat_s, engine.expiry_s) == (
+        5,
+        ("lift", "turn"),
+        0.05,
+        3.0,
+    )
     assert engine.pid == os.getpid() and engine.boot
     one.send(make_request(1, 1, images=False, value=0.25), remaining_ms=5000.0)
     reply = one.next()
@@ -169,9 +215,8 @@ def test_robots_wait_for_the_warm_up_and_are_told(serve: Open, make_request: Mak
     assert running.status()["robots"] == "r1, r2"
 
 
-def test_requests_of_many_robots_run_in_one_batch(serve: Open, make_request: Make) -> None:
-    running = serve()
-    robots = [running.robot(f"r{i}", instance=i) for i in range(5)]
+def test_requests_of_many_robots_run_in_one_batch(common: Running, make_request: Make) -> None:
+    robots = [common.robot() for i in range(5)]
     for each in robots:
         each.ready()
     robots[0].send(make_request(1, 1, "sleep 0.3", images=False), remaining_ms=5000.0)
@@ -193,18 +238,16 @@ def test_requests_of_many_robots_run_in_one_batch(serve: Open, make_request: Mak
     ],
 )
 def test_a_hello_that_does_not_fit_is_refused_with_the_reason(
-    serve: Open, robot: RobotConfig, changes: dict[str, Any], words: str
+    common: Running, robot: RobotConfig, changes: dict[str, Any], words: str
 ) -> None:
-    running = serve()
-    running.robot("first").ready()
+    common.robot().ready()
     if words:
-        refusal = running.robot(**changes).refused()
+        refusal = common.robot(**changes).refused()
         assert words in refusal.reason and refusal.retry_s == 0.0
     else:  # the model itself does not want it, which its replicas find out
         unwanted = {**_plain(robot), "robot_id": "unwanted"}
-        other = Robot(running.context, running.endpoint, wire.Hello(robot=unwanted, model="m", robot_id="x"))
+        other = common.connect(wire.Hello(robot=unwanted, model="m", robot_id="x"))
         assert "not this robot" in other.refused().reason
-    assert running.status()["robots"] == "first"
 
 
 def test_one_id_one_robot_and_a_reconnect_takes_over(serve: Open, make_request: Make) -> None:
@@ -243,9 +286,8 @@ def test_a_session_ends_when_the_server_is_full(serve: Open) -> None:
     assert "no room" in refusal.reason and refusal.retry_s > 0
 
 
-def test_deltas_are_made_whole_or_asked_for(serve: Open, make_request: Make) -> None:
-    running = serve()
-    one, sent = running.robot(), SentStreams()
+def test_deltas_are_made_whole_or_asked_for(common: Running, make_request: Make) -> None:
+    one, sent = common.robot(), SentStreams()
     one.ready()
     for chunk_id in (1, 2):
         message, arrays = sent.to_wire(replace(make_request(1, chunk_id, "say 1", images=False), remaining_ms=5000.0))
@@ -261,9 +303,8 @@ def test_deltas_are_made_whole_or_asked_for(serve: Open, make_request: Make) -> 
     assert isinstance(one.next(), wire.Reply)
 
 
-def test_what_cannot_be_in_time_is_refused_at_once(serve: Open, make_request: Make) -> None:
-    running = serve()
-    one, two = running.robot("r1"), running.robot("r2")
+def test_what_cannot_be_in_time_is_refused_at_once(common: Running, make_request: Make) -> None:
+    one, two = common.robot(), common.robot()
     one.ready()
     two.ready()
     one.send(make_request(1, 1, "sleep 1.0", images=False), remaining_ms=5000.0)
@@ -277,9 +318,8 @@ def test_what_cannot_be_in_time_is_refused_at_once(serve: Open, make_request: Ma
     assert two.next().reason == "overloaded"  # but not after hold_ms, 500
 
 
-def test_the_newest_replaces_and_a_cancel_ends_both(serve: Open, make_request: Make) -> None:
-    running = serve()
-    one, two = running.robot("r1"), running.robot("r2")
+def test_the_newest_replaces_and_a_cancel_ends_both(common: Running, make_request: Make) -> None:
+    one, two = common.robot(), common.robot()
     one.ready()
     two.ready()
     one.send(make_request(1, 1, "sleep 2.0", images=False), remaining_ms=5000.0)
@@ -298,9 +338,8 @@ def test_the_newest_replaces_and_a_cancel_ends_both(serve: Open, make_request: M
     assert isinstance(one.next(), wire.Reply)
 
 
-def test_what_a_row_raises_is_that_rows_alone(serve: Open, make_request: Make) -> None:
-    running = serve()
-    robots = [running.robot(f"r{i}") for i in range(3)]
+def test_what_a_row_raises_is_that_rows_alone(common: Running, make_request: Make) -> None:
+    robots = [common.robot() for i in range(3)]
     for each in robots:
         each.ready()
     robots[0].send(make_request(1, 1, "sleep 0.3", images=False), remaining_ms=5000.0)
@@ -324,11 +363,7 @@ def test_a_lost_replica_fails_its_requests_and_is_replaced(serve: Open, make_req
     assert failed.reason == "failed" and "SIGKILL" in failed.text and failed.chunk_id == 1
     one.send(make_request(1, 2, images=False), remaining_ms=100.0)
     assert one.next().reason == "overloaded"  # there is none just now
-    until_s = time.monotonic() + WAIT_S
-    while not running.status()["m"].startswith("ready, 1 of 1"):
-        assert time.monotonic() < until_s
-        one.send(wire.Alive())
-        time.sleep(0.05)
+    running.await_replicas("1 of 1")
     one.send(make_request(1, 3, images=False), remaining_ms=5000.0)
     assert isinstance(one.next(), wire.Reply)  # in the same session
     assert [child.pid for child in running.replicas()] != [replica.pid]
@@ -339,16 +374,14 @@ def test_one_of_two_replicas_is_enough(serve: Open, make_request: Make) -> None:
     robots = [running.robot(f"r{i}") for i in range(2)]
     for each in robots:
         each.ready()
-    until_s = time.monotonic() + WAIT_S
-    while not running.status()["m"].startswith("ready, 2 of 2"):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    running.await_replicas("2 of 2")
     began = time.monotonic()
     for each in robots:
         each.send(make_request(1, 1, "sleep 0.5", images=False), remaining_ms=5000.0)
     assert all(isinstance(each.next(), wire.Reply) for each in robots)
     assert time.monotonic() - began < 0.9  # side by side
     running.replicas()[0].kill()
+    running.await_replicas("1 of 2")
     for chunk_id in (2, 3):
         robots[0].send(make_request(1, chunk_id, images=False), remaining_ms=5000.0)
         assert isinstance(robots[0].next(), wire.Reply)
@@ -359,10 +392,7 @@ def test_robots_of_a_model_with_a_memory_stay_where_it_is(serve: Open, make_requ
     robots = [running.robot(f"r{i}") for i in range(2)]
     for each in robots:
         each.ready()
-    until_s = time.monotonic() + WAIT_S
-    while not running.status()["m"].startswith("ready, 2 of 2"):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    running.await_replicas("2 of 2")
     pids = []
     for chunk_id in (1, 2, 3):
         for each in robots:
@@ -384,11 +414,9 @@ def test_several_models_side_by_side(serve: Open, make_request: Make) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_said(serve: Open) -> None:
-    running = serve(options={"load_error": "the weights are torn"})
+    running = serve(options={"load_s": 0.5, "load_error": "the weights are torn"})
     assert "the weights are torn" in running.robot().refused().reason
-    assert "the weights are torn" in running.status()["m"]
-    assert "the weights are torn" in running.robot("r2").refused().reason
-    running.end()
+    running.thread.join(WAIT_S)  # there is nothing that it could serve
     assert isinstance(running.error, EngineError) and "the weights are torn" in str(running.error)
 
 
@@ -505,5 +533,3 @@ def test_a_public_address_needs_keys() -> None:
 def test_a_silent_server_is_said() -> None:
     with pytest.raises(EngineTimeoutError, match="does not answer"):
         server_status("tcp://127.0.0.1:9", timeout_s=0.2)
-
-
