@@ -131,13 +131,8 @@ class Front:
         if session is None:
             return
         session.asking.pop((ask.epoch, ask.chunk_id), None)
-        pool, figures, timings = session.pool, self._figures, reply.timings
+        pool, timings = session.pool, reply.timings
         waited_ms = (ask.started_ns - ask.arrived_ns) / 1e6
-        figures.timed(pool.name, "queue_ms", waited_ms)
-        figures.timed(pool.name, "total_ms", (now_ns - ask.arrived_ns) / 1e6)
-        figures.outcomes[pool.name, "answered"] += 1
-        if now_ns > ask.deadline_ns:
-            figures.outcomes[pool.name, "late"] += 1
         if ask.epoch <= session.cancelled_epoch:
             self._refuse(session, ask.epoch, ask.chunk_id, "cancelled", "the request was cancelled")
             return
@@ -156,7 +151,12 @@ class Front:
             valid_ms=pool.engine.horizon * session.robot.dt_s * 1e3,
             load=load,
         )
-        self._send(session.peer, message, arrays)
+        self._send(session.peer, message, arrays)  # before anything is counted: the robot waits
+        self._figures.timed(pool.name, "queue_ms", waited_ms)
+        self._figures.timed(pool.name, "total_ms", (now_ns - ask.arrived_ns) / 1e6)
+        self._figures.outcomes[pool.name, "answered"] += 1
+        if now_ns > ask.deadline_ns:
+            self._figures.outcomes[pool.name, "late"] += 1
 
     def failed(self, ask: Ask, error: ErrorReply) -> None:
         """Send a refusal on."""

@@ -150,7 +150,10 @@ class Replica:
         self.socket.close(linger=0)
 
     def gone(self, until_s: float = 0.0) -> bool:
-        """True once a killed one has ended; what it held is released then. :param until_s: monotonic, to wait for it."""
+        """True once a killed one has ended; what it held is released then.
+
+        :param until_s: monotonic time, to wait for it.
+        """
         if not self.host.wait(max(0.0, until_s - time.monotonic())):
             return False
         self.host.close()

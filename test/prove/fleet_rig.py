@@ -129,8 +129,9 @@ class Fleet:
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         if not line.startswith("ready"):
+            said = self.log()
             self.__exit__()
-            raise RuntimeError(f"the server did not start: {self.log()}")
+            raise RuntimeError(f"the server did not start: {said[-2000:]}")
         return self
 
     def __exit__(self, *error: object) -> None:
