@@ -7,8 +7,8 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from phyai_engine.errors import CancelledError, EngineError, PhyaiError
-from phyai_engine.types import Chunk, Request
+from phyai_engine.errors import CancelledError, EngineError, PhyaiError, RefusalError
+from phyai_engine.types import Chunk, Refusal, Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +142,11 @@ class InFlight:
             self._counters["repeated"] += 1
             return flight.request
 
-    def answered(self, chunk: Chunk, *, decode_ms: float = 0.0) -> None:
-        """The engine answered; dropped and counted unless it is the answer to the request in flight."""
+    def answered(self, chunk: Chunk, *, decode_ms: float = 0.0, valid_ms: float = 0.0) -> None:
+        """The engine answered; dropped and counted unless it is the answer to the request in flight.
+
+        :param valid_ms: an answer that took longer must not be started any more; 0 = no limit.
+        """
         now_ns = time.monotonic_ns()
         with self._lock:
             flight = self._release(chunk.epoch, chunk.chunk_id)
@@ -152,6 +155,10 @@ class InFlight:
             timings = chunk.timings
             waited_ms = (flight.sent_ns - flight.submitted_ns) / 1e6
             round_trip_ms = (now_ns - flight.submitted_ns) / 1e6
+            if 0.0 < valid_ms < round_trip_ms:
+                got, wanted = f"after {round_trip_ms:.0f} ms", f"within {valid_ms:.0f} ms, the length of a chunk"
+                self._fail(flight, RefusalError(Refusal.EXHAUSTED, "the answer came", got=got, wanted=wanted), "late")
+                return
             queue_ms = timings.queue_ms + waited_ms
             timings = replace(
                 timings,

@@ -201,8 +201,8 @@ class Link(ABC):
     def _close(self, context: Context) -> None:
         """Release everything the link opened."""
 
-    def _heard(self) -> None:
-        """Something readable came."""
+    def _heard(self, message: Message) -> None:
+        """A sign of life came."""
         self._heartbeat_ns = time.monotonic_ns()
 
     def _on_other(self, message: Message) -> None:
@@ -210,7 +210,7 @@ class Link(ABC):
 
     def _on_error(self, message: ErrorReply) -> None:
         if message.reason == "protocol":
-            raise ProtocolError(f"the engine could not read a message: {message.text}")
+            raise ProtocolError(f"the engine refused a message: {message.text}")
         self.requests.failed(message.epoch, message.chunk_id, _error_of(message))
 
     def _to_wire(self, request: Request) -> tuple[RequestMessage, dict[str, Array]]:
@@ -271,12 +271,13 @@ class Link(ABC):
         began_ns = time.monotonic_ns()
         try:
             message, arrays = decode(frames)
-            self._heard()
+            self._heard(message)
             if isinstance(message, Heartbeat):
                 self._enter(message.phase)
             elif isinstance(message, Reply):
                 chunk = chunk_from_wire(message, arrays)
-                self.requests.answered(chunk, decode_ms=(time.monotonic_ns() - began_ns) / 1e6)
+                took_ms = (time.monotonic_ns() - began_ns) / 1e6
+                self.requests.answered(chunk, decode_ms=took_ms, valid_ms=message.valid_ms)
             elif isinstance(message, ErrorReply):
                 self._on_error(message)
             elif isinstance(message, HelloReply):

@@ -18,7 +18,7 @@ from phyai_engine.serve.compute import Load
 from phyai_engine.serve.crash import CrashReport
 from phyai_engine.serve.host import Host, ProcessHost, ThreadHost, end
 from phyai_engine.serve.link import Context, Link
-from phyai_engine.serve.protocol import Cancel, Goodbye, Hello
+from phyai_engine.serve.protocol import Cancel, Goodbye, Hello, Message
 from phyai_engine.serve.sockets import prepare
 
 _LAST_EPOCH = (1 << 63) - 1
@@ -94,10 +94,10 @@ class LocalLink(Link):
 
         return ThreadHost(functools.partial(serve, context=context, load=self._load, threads=self._threads))
 
-    def _heard(self) -> None:
+    def _heard(self, message: Message) -> None:
         if not self._heartbeat_ns and self._host is not None:
             self._host.connected()
-        super()._heard()
+        super()._heard(message)
 
     def _check(self, now_s: float) -> None:
         host = self._host

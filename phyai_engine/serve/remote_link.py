@@ -8,6 +8,7 @@ the robot; the link goes on trying, and a person re-arms when it is back.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import secrets
 import time
@@ -34,6 +35,7 @@ from phyai_engine.serve.protocol import (
     Hello,
     HelloReply,
     Message,
+    Reply,
     RequestMessage,
 )
 from phyai_engine.serve.sockets import prepare
@@ -43,6 +45,10 @@ from phyai_engine.types import Request
 _HANDSHAKE_S = 2.0  # of one attempt, from connecting to the server's answer
 _LEAVE_S = 0.2  # for the goodbye to be sent
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts; doubled each time, shortened by chance
+# A robot whose request was refused asks again with its next tick, and sends images: an overloaded server would get the
+# more the less it can do. So it hears of the refusal a little later.
+_FIRST_REFUSAL_S, _LONGEST_REFUSAL_S = 0.025, 0.2
+_WAITING_S = 0.5  # between signs of life of a robot that waits for a server to warm up
 _BEATS = 3  # heartbeats that the limit must span
 _SIGNS = 4  # signs of life of ours within the time after which a server ends a session
 _log = logging.getLogger(__name__)
@@ -100,6 +106,8 @@ class RemoteLink(Link):
         self._spoke_s = 0.0
         self._alive_s = 0.0  # longest silence of ours; 0 = none is too long
         self._why = ""
+        self._overloaded: tuple[float, ErrorReply] | None = None  # told when, so that it is not asked again at once
+        self._overloads = 0  # in a row
         self._broken = ""  # why the connection is to be given up, at the end of this turn
         self._retry_s = 0.0  # and the server's word when to come again
 
@@ -146,6 +154,7 @@ class RemoteLink(Link):
         socket, monitor = self._socket, self._monitor
         self._socket = self._monitor = None
         self._accepted = self._leaving = False
+        self._alive_s = 0.0
         if socket is not None and monitor is not None:
             self._poller.unregister(socket)
             self._poller.unregister(monitor)
@@ -168,9 +177,10 @@ class RemoteLink(Link):
             _log.warning("%s: %s", self._remote.endpoint, why)
 
     def _pause_s(self) -> float:
-        if self._socket is None:
-            return min(HEARTBEAT_S, max(0.0, self._next_s - time.monotonic()))
-        return HEARTBEAT_S
+        next_s = self._next_s if self._socket is None else math.inf
+        if self._overloaded is not None:
+            next_s = min(next_s, self._overloaded[0])
+        return min(HEARTBEAT_S, max(0.0, next_s - time.monotonic()))
 
     # -- the session
 
@@ -234,11 +244,16 @@ class RemoteLink(Link):
         if not self._accepted:  # another server is there now, of another version
             self._broken = str(error)
 
-    def _heard(self) -> None:
+    def _heard(self, message: Message) -> None:
+        if isinstance(message, ErrorReply) and message.reason == "protocol":
+            return  # it lives, but not for us: so it answers a robot that was revoked
+        if isinstance(message, Reply):
+            self._overloads = 0
         if self._accepted:
-            super()._heard()
-        else:  # it lives and warms up, perhaps
+            super()._heard(message)
+        else:  # it lives, and warms up perhaps: it is to know that somebody waits
             self._by_s = time.monotonic() + _HANDSHAKE_S
+            self._alive_s = _WAITING_S
 
     def _on_error(self, message: ErrorReply) -> None:
         if message.reason == "keyframe":
@@ -246,6 +261,11 @@ class RemoteLink(Link):
             if (request := self.requests.again(message.epoch, message.chunk_id)) is not None:
                 self._send_request(request)
                 return
+        elif message.reason == "overloaded" and self._overloaded is None:
+            pause_s = min(_LONGEST_REFUSAL_S, _FIRST_REFUSAL_S * 2.0**self._overloads)
+            self._overloads = min(self._overloads + 1, 16)
+            self._overloaded = time.monotonic() + pause_s * random.uniform(0.5, 1.0), message
+            return
         elif message.reason == "unknown_session":
             self.requests.unanswered(EngineError("the server ended this session", got=message.text))
             self._by_s = time.monotonic() + _HANDSHAKE_S
@@ -263,10 +283,12 @@ class RemoteLink(Link):
     # -- each turn
 
     def _flush(self) -> None:
-        if not self._accepted or self._leaving:
-            return
-        super()._flush()
-        if self._alive_s and time.monotonic() - self._spoke_s > self._alive_s:
+        if self._overloaded is not None and time.monotonic() >= self._overloaded[0]:
+            message, self._overloaded = self._overloaded[1], None
+            super()._on_error(message)
+        if self._accepted and not self._leaving:
+            super()._flush()
+        if self._socket is not None and self._alive_s and time.monotonic() - self._spoke_s > self._alive_s:
             self._send(Alive())
 
     def _to_wire(self, request: Request) -> tuple[RequestMessage, dict[str, Array]]:

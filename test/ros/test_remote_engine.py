@@ -30,7 +30,9 @@ Make = Callable[..., Any]
 def answer(server: ScriptedServer, peer: bytes, request: Request) -> None:
     """Stay where the robot is."""
     here = request.observation.state[list(ARM.state_index())]
-    message = wire.Reply(epoch=request.epoch, chunk_id=request.chunk_id, timings=StageTimings(inference_ms=1.0))
+    message = wire.Reply(
+        epoch=request.epoch, chunk_id=request.chunk_id, timings=StageTimings(queue_ms=0.0, inference_ms=1.0)
+    )
     server.send(peer, message, {"actions": np.tile(here, (HORIZON, 1))})
 
 

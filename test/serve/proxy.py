@@ -2,8 +2,8 @@
 
 TCP repairs what is lost, at a price in time. A lost segment is therefore modelled as what an application sees of it:
 its bytes, and all that follow them, come a retransmission later (``retransmit_s``, doubled for each loss of the same
-segment, as RFC 6298 does). A cut is what a pulled cable does: both ends stay connected and nothing passes; a reset ends
-the connections.
+segment, as RFC 6298 does; the segments of one block are repaired at the same time). A cut is what a pulled cable does:
+both ends stay connected and nothing passes; a reset ends the connections.
 """
 
 from __future__ import annotations
@@ -145,14 +145,15 @@ class Proxy:
 
     def _late(self, size: int) -> float:
         faults, chance = self.faults, self._random.random
-        late = faults.delay_s + faults.jitter_s * chance()
+        repaired = 0.0
         if faults.loss:
             for _ in range(-(-size // SEGMENT)):
-                timeout = faults.retransmit_s
+                timeout, late = faults.retransmit_s, 0.0
                 while chance() < faults.loss:
                     late += timeout
                     timeout *= 2
-        return late
+                repaired = max(repaired, late)
+        return faults.delay_s + faults.jitter_s * chance() + repaired
 
     async def _write(self, blocks: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

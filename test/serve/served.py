@@ -98,8 +98,11 @@ class Served:
         """SIGKILL to the front; its replicas end with it."""
         family = self.tree()
         os.kill(self.process.pid, signal.SIGKILL)
+        left = psutil.wait_procs(family, timeout=5.0)[1]
         self.process.wait(5.0)
-        psutil.wait_procs(family, timeout=5.0)
+        assert not left, f"{left} outlived the server"
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def terminate(self, seconds: float = 15.0) -> int:
         """SIGTERM, as an operator does; the exit code."""

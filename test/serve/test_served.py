@@ -1,6 +1,7 @@
-"""What a server makes of bad input over real sockets, from processes apart. PROTOCOL.md states each outcome.
+"""`phyai serve` over real sockets, from processes apart: the same chunks as a child process, and what it makes of bad
+input. PROTOCOL.md states each outcome.
 
-After every case a sound robot, connected from the beginning, still gets its chunks, and the server has not grown.
+After every bad case a sound robot, connected from the beginning, still gets its chunks, and the server has not grown.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import socket as stdlib_socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,14 +27,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from served import ROOT, RawRobot, Served
 
-from phyai_engine.config import load_robot, resolve
-from phyai_engine.errors import EngineRefusedError, EngineTimeoutError
+from phyai_engine.config import load_model, load_robot, resolve
+from phyai_engine.errors import EngineRefusedError, EngineTimeoutError, ProtocolError
 from phyai_engine.serve import keys
 from phyai_engine.serve import protocol as wire
+from phyai_engine.serve.client import Answered, EngineClient
 from phyai_engine.serve.remote_link import RemoteEngine
 from phyai_engine.serve.remote_policy import RemotePolicy
 from phyai_engine.serve.streams import request_to_wire
-from phyai_engine.types import Observation, Request, StageTimings
+from phyai_engine.types import Committed, Observation, Request, StageTimings
 
 ARM = load_robot(resolve("robots", "arm7"))
 FRAMES = {camera.name: np.zeros((24, 32, 3), np.uint8) for camera in ARM.cameras}
@@ -59,14 +62,7 @@ def hello(robot_id: str, **changes: Any) -> wire.Hello:
 
 def policy(server: Served, robot_id: str, **remote: Any) -> RemotePolicy:
     engine = RemoteEngine(endpoint=server.endpoint, model="m", robot_id=robot_id, **remote)
-    return RemotePolicy(ARM, engine, start_timeout_s=20.0)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("server"), expiry_s=1.0)
-    yield served
-    served.close()
+    return RemotePolicy(ARM, engine, start_timeout_s=20.0, heartbeat_timeout_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +286,33 @@ def test_a_robot_that_floods_is_slowed_and_nobody_else(server: Served, sound: Re
     assert len(errors) < 2000
 
 
+def test_a_server_and_a_child_process_give_the_same_chunks(server: Served) -> None:
+    """Byte for byte, also where the chunk continues committed steps; make prove-remote has a model with weights."""
+    signal_ = threading.Event()
+    near = EngineClient(ARM, load_model(server.model_file), "process", on_event=signal_.set, warm_up_count=1)
+    near.start()
+    try:
+        with policy(server, "same") as far:
+            before: Any = None
+            for i in range(1, 9):
+                committed = None if before is None or i % 2 else Committed(before[3:], 2, 8)
+                asked = replace(request(i, state=at_rest() + 0.01 * i), committed=committed)
+                near.submit(asked)
+                assert signal_.wait(10.0)
+                signal_.clear()
+                (event,) = near.poll()
+                assert isinstance(event, Answered), event
+                before = event.chunk.actions
+                seen = asked.observation
+                there = far.infer(FRAMES, seen.state, "go", velocity=seen.velocity, committed=committed, seed=i)
+                assert there.chunk.actions.tobytes() == before.tobytes()
+    finally:
+        near.stop()
+
+
 _DEAF = """
 import sys; sys.path[:0] = [{root!r}, {here!r}]
-from test_bad_input import RawRobot, hello, request, request_to_wire
+from test_served import RawRobot, hello, request, request_to_wire
 robot = RawRobot({endpoint!r})
 robot.send(hello("deaf"))
 assert robot.next().engine is not None
@@ -316,7 +336,7 @@ def test_a_robot_that_stops_reading(server: Served, sound: RemotePolicy) -> None
                 assert sound.infer(FRAMES, at_rest(), "go").round_trip_ms < 1000.0
                 time.sleep(0.05)
             deaf.send_signal(signal.SIGSTOP)  # now it does not even acknowledge
-            for _ in range(20):
+            for _ in range(15):
                 assert sound.infer(FRAMES, at_rest(), "go").round_trip_ms < 1000.0
                 time.sleep(0.1)  # its session expires meanwhile
             assert server.rss_bytes() - before < 64 * MIB
@@ -324,8 +344,8 @@ def test_a_robot_that_stops_reading(server: Served, sound: RemotePolicy) -> None
             deaf.kill()
 
 
-def test_a_server_killed_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
-    server = Served(tmp_path, {"latency_ms": 300.0})
+def test_a_server_killed_in_the_middle_of_a_chunk_and_one_told_to_end(tmp_path: Path) -> None:
+    server = Served(tmp_path, {"latency_ms": 200.0}, served={"buckets": [1]})
     try:
         with policy(server, "r1") as robot:
             first = robot.infer(FRAMES, at_rest(), seed=3).chunk.actions
@@ -333,12 +353,13 @@ def test_a_server_killed_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
             robot._client.submit(replace(request(10_000, epoch=epoch), seed=3))
             time.sleep(0.15)
             began = time.monotonic()
-            server.kill()
+            server.process.kill()
             while not (events := robot._client.poll()):
                 assert time.monotonic() - began < 2.0
                 time.sleep(0.01)
             assert "lost" in str(events[0].error)  # type: ignore[union-attr]
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 0.5
+            server.kill()
             server.start()
             deadline = time.monotonic() + 10.0
             while not robot._client.alive:
@@ -347,6 +368,12 @@ def test_a_server_killed_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
             robot._chunk_id = 20_000
             again = robot.infer(FRAMES, at_rest(), seed=3).chunk.actions
             np.testing.assert_array_equal(first, again)
+
+            robot._client.submit(request(30_000, epoch=epoch))
+            time.sleep(0.1)
+            assert server.terminate() == 0  # after what was under way
+            (event,) = robot._client.poll()
+            assert isinstance(event, Answered)
     finally:
         server.close()
 
@@ -362,13 +389,13 @@ time.time_ns = lambda: _time_ns() + next(_leap) * 10**9
 
 
 def test_clock_steps_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Served(tmp_path, before=f"exec({_LEAP!r})", expiry_s=1.0)
+    server = Served(tmp_path, before=f"exec({_LEAP!r})", expiry_s=0.8, served={"buckets": [1]})
     try:
         with policy(server, "r1") as robot:
             for offset_s in (0.0, 3600.0, -3600.0, 86400.0):
                 monkeypatch.setattr(time, "time", lambda o=offset_s: 1.7e9 + o)
                 monkeypatch.setattr(time, "time_ns", lambda o=offset_s: int((1.7e9 + o) * 1e9))
-                for _ in range(5):
+                for _ in range(3):
                     answer = robot.infer(FRAMES, at_rest())
                     assert 0.0 <= answer.chunk.timings.queue_ms < 1000.0
                     assert 0.0 < answer.round_trip_ms < 2000.0
@@ -384,33 +411,23 @@ def test_keys_decide_who_a_robot_is(tmp_path: Path) -> None:
     keys.make_pair(folder, "server")
     keys.add_robot(folder, "r1", keys.make_pair(tmp_path / "robot", "r1"))
     pair = keys.robot_keys(tmp_path / "robot" / "r1.key_secret", folder / "server.key")
-    server = Served(tmp_path, keys=str(folder), expiry_s=1.0)
+    server = Served(tmp_path, keys=str(folder), expiry_s=0.8, served={"buckets": [1]})
     try:
         with pytest.raises(EngineRefusedError, match="not that of its key"), policy(server, "r2", keys=pair):
             pass
-        with pytest.raises(EngineTimeoutError, match="another key"), policy_for(server, "r1", 1.0):
+        with pytest.raises(EngineTimeoutError, match=r"another key|only one of"), policy_for(server, "r1", 0.5):
             pass
         with policy(server, "r1", keys=pair) as robot:
             assert robot.infer(FRAMES, at_rest()).chunk.actions.size
             keys.revoke_robot(folder, "r1")
             time.sleep(1.0)
-            with pytest.raises(Exception, match=r"ended this session|lost|no answer|revoked"):
+            with pytest.raises(ProtocolError, match="key is not on the list any more"):
                 robot.infer(FRAMES, at_rest(), deadline_s=2.0)
+            deadline = time.monotonic() + 5.0
+            while robot._client.alive:  # its session is over: a robot's node stops by its heartbeat's limit
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
         assert pair.secret.decode() not in server.log()
         assert pair.public not in server.log()
-    finally:
-        server.close()
-
-
-def test_sigterm_ends_it_after_what_is_under_way(tmp_path: Path) -> None:
-    server = Served(tmp_path, {"latency_ms": 300.0})
-    try:
-        with policy(server, "r1") as robot:
-            robot.infer(FRAMES, at_rest())
-            robot._client.submit(request(10_000, epoch=robot._epoch))
-            time.sleep(0.1)
-            assert server.terminate() == 0
-            (event,) = robot._client.poll()
-            assert type(event).__name__ == "Answered"
     finally:
         server.close()
