@@ -141,21 +141,21 @@ class Policy:
         :returns: a Chunk, or a RefusalError (the observation or the result is unusable), a CancelledError,
             or an EngineError (the model or the adapter raised).
         """
-        began = [0] * len(requests)
+        began = time.monotonic_ns()  # of every row: each waits for all of them
         answers: list[Answer | None] = [None] * len(requests)
         rows: dict[int, tuple[Row, float]] = {}
         for i, request in enumerate(requests):
-            began[i] = time.monotonic_ns()
+            started = time.monotonic_ns()
             try:
                 row = self._adapter(request).encode(request, None if cancels is None else cancels[i])
             except Exception as error:  # also a defect: the other rows must not pay for it
                 answers[i] = _as_engine_error(error, "the adapter")
             else:
-                rows[i] = row, _ms_since(began[i])
+                rows[i] = row, _ms_since(started)
         results = self._run([row for row, _ in rows.values()])
         for (i, (_, encode_ms)), result in zip(rows.items(), results, strict=True):
             try:
-                answers[i] = self._answer(requests[i], result, encode_ms, began[i])
+                answers[i] = self._answer(requests[i], result, encode_ms, began)
             except Exception as error:
                 answers[i] = _as_engine_error(error, "the adapter")
         return [answer for answer in answers if answer is not None]

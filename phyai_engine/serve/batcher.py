@@ -267,7 +267,8 @@ class Batcher:
 
     def _refuse(self, ask: Ask) -> Dropped:
         self._remove(ask)
-        self._note(ask.robot, missed=True)
+        if ask.deadline_ns - ask.arrived_ns > self._takes_ns(self.buckets[0]):  # else it asked for the impossible
+            self._note(ask.robot, missed=True)
         return Dropped(ask, "overloaded")
 
     def _note(self, robot: str, *, missed: bool) -> None:

@@ -49,6 +49,7 @@ from phyai_engine.serve.welcome import Refused, welcome
 from phyai_engine.types import Refusal
 
 _UNREAD_MESSAGES = 64  # that may wait for a robot which does not read
+_LAST_WORDS_MS = 300  # for what was sent last to leave this process
 _DEAD_PEER_S = 5.0  # until a connection that says nothing is closed
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Front:
             if now_s >= beat_s:
                 self._beat(now_s)
                 beat_s = now_s + self._config.heartbeat_s
-            if self._stopping() and not self._draining:
+            if not self._draining and (self._stopping() or all(pool.failure for pool in self._pools.values())):
                 self._drain()
                 drained_s = now_s + self._config.drain_s
             if self._draining and (now_s >= drained_s or not self._under_way()):
@@ -130,13 +131,8 @@ class Front:
         if session is None:
             return
         session.asking.pop((ask.epoch, ask.chunk_id), None)
-        pool, figures, timings = session.pool, self._figures, reply.timings
+        pool, timings = session.pool, reply.timings
         waited_ms = (ask.started_ns - ask.arrived_ns) / 1e6
-        figures.timed(pool.name, "queue_ms", waited_ms)
-        figures.timed(pool.name, "total_ms", (now_ns - ask.arrived_ns) / 1e6)
-        figures.outcomes[pool.name, "answered"] += 1
-        if now_ns > ask.deadline_ns:
-            figures.outcomes[pool.name, "late"] += 1
         if ask.epoch <= session.cancelled_epoch:
             self._refuse(session, ask.epoch, ask.chunk_id, "cancelled", "the request was cancelled")
             return
@@ -155,7 +151,12 @@ class Front:
             valid_ms=pool.engine.horizon * session.robot.dt_s * 1e3,
             load=load,
         )
-        self._send(session.peer, message, arrays)
+        self._send(session.peer, message, arrays)  # before anything is counted: the robot waits
+        self._figures.timed(pool.name, "queue_ms", waited_ms)
+        self._figures.timed(pool.name, "total_ms", (now_ns - ask.arrived_ns) / 1e6)
+        self._figures.outcomes[pool.name, "answered"] += 1
+        if now_ns > ask.deadline_ns:
+            self._figures.outcomes[pool.name, "late"] += 1
 
     def failed(self, ask: Ask, error: ErrorReply) -> None:
         """Send a refusal on."""
@@ -284,8 +285,8 @@ class Front:
             return
         try:
             message, arrays = session.streams.whole(message, arrays)
-        except KeyframeError as error:
-            self._refuse(session, *ids, "keyframe", str(error))
+        except ProtocolError as error:
+            self._refuse(session, *ids, "keyframe" if isinstance(error, KeyframeError) else "protocol", str(error))
             return
         session.last_chunk_id = message.chunk_id
         if message.epoch <= session.cancelled_epoch:
@@ -312,7 +313,7 @@ class Front:
 
     def _end(self, session: Session, why: str) -> None:
         self._sessions.remove(session)
-        session.pool.leave(session.slot)
+        session.pool.leave(session.slot, session.robot_id)
         self._figures.events[f"sessions ended: {why}"] += 1
         _log.info("%s: robot %s is gone: %s", session.pool.name, session.robot_id, why)
 
@@ -327,8 +328,9 @@ class Front:
         now_ns = time.monotonic_ns()
         wakes = [wake for pool in self._pools.values() if (wake := pool.wake_ns(now_ns)) is not None]
         due_ns = min([round(beat_s * 1e9), *wakes])
-        self._poller.poll(max(0, math.ceil((due_ns - now_ns) / 1e6)))
-        self._wake.clear()
+        found = self._poller.poll(max(0, math.ceil((due_ns - now_ns) / 1e6)))
+        if any(what is self._wake or what == self._wake.fileno() for what, _ in found):
+            self._wake.clear()
 
     def _beat(self, now_s: float) -> None:
         for session in self._sessions.expired(self._config.expiry_s, now_s):
@@ -338,14 +340,21 @@ class Front:
             phase = session.pool.phase if session.state != "open" else "busy" if session.asking else "idle"
             self._send(session.peer, Heartbeat(phase=phase, epoch=epoch, chunk_id=chunk_id))
             if session.pool.failure and session.state == "waiting":
-                self._send(session.peer, HelloReply(reason=f"the model cannot be served: {session.pool.failure}"))
-                self._end(session, "refused")
+                self._reject(session)
+
+    def _reject(self, session: Session) -> None:
+        self._send(session.peer, HelloReply(reason=f"the model cannot be served: {session.pool.failure}"))
+        self._end(session, "refused")
 
     def _drain(self) -> None:
         self._draining = True
+        self._socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
         _log.info("shutting down: %d robots, %d requests under way", len(self._sessions), self._under_way())
         for session in self._sessions:
-            self._send(session.peer, Goodbye(reason="the server is shutting down"))
+            if session.pool.failure:
+                self._reject(session)
+            else:
+                self._send(session.peer, Goodbye(reason="the server is shutting down"))
 
     def _under_way(self) -> int:
         return sum(pool.running() + (0 if pool.batcher is None else len(pool.batcher)) for pool in self._pools.values())

@@ -31,6 +31,7 @@ from phyai_engine.types import Refusal
 
 _RESTART_PAUSE_S = 1.0  # doubled with every loss before a replica got ready
 _RESTART_PAUSE_MAX_S = 60.0
+_LAST_EPOCH = (1 << 63) - 1
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +52,7 @@ class Front(Protocol):
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
     """Where a replica runs, and how often one was lost there."""
 
     device: int | None
@@ -81,7 +82,7 @@ class Pool:
         self.name, self.served = name, served
         self.engine: EngineHello | None = None
         self.batcher: Batcher | None = None
-        self.failure = ""  # why the model cannot be served at all
+        self.failure = ""  # why the model cannot be served: no replica ever ran, and the last one ended so
         self._context, self._start_timeout_s = context, start_timeout_s
         self._hello = Hello(
             robot=msgspec.to_builtins(robot), model=msgspec.to_builtins(model), batches=served.buckets, warm_up_count=3
@@ -89,56 +90,57 @@ class Pool:
         self._robots: dict[int, dict[str, Any]] = {}
         self._joining: dict[int, set[int]] = {}  # slot -> replicas that have not answered yet
         self._pins: dict[int, int] = {}
-        self._places = [_Place(device) for device in served.places]
+        self.places = [Place(device) for device in served.places]
 
     # --- what the front does ---
 
     def start(self) -> None:
         """Start every replica; :meth:`Front.ready` follows."""
-        for index in range(len(self._places)):
+        for index in range(len(self.places)):
             self._start(index)
 
     def sockets(self) -> list[Any]:
         """What a poll must watch: sockets, and descriptors that tell that a process ended."""
-        replicas = [place.replica for place in self._places if place.replica is not None]
+        replicas = [place.replica for place in self.places if place.replica is not None]
         return [r.socket for r in replicas] + [fd for r in replicas if (fd := r.host.fileno()) >= 0]
 
     @property
     def phase(self) -> Phase:
         """Of the farthest replica."""
-        phases = [place.replica.phase for place in self._places if place.replica is not None]
+        phases = [place.replica.phase for place in self.places if place.replica is not None]
         order: tuple[Phase, ...] = ("busy", "idle", "warming", "loading")
         return next((phase for phase in order if phase in phases), "loading")
 
     @property
     def up(self) -> int:
         """Replicas that are ready."""
-        return sum(place.replica is not None and place.replica.engine is not None for place in self._places)
+        return sum(place.replica is not None and place.replica.engine is not None for place in self.places)
 
     def running(self) -> int:
         """Requests that replicas have."""
-        return sum(len(place.replica.running) for place in self._places if place.replica is not None)
+        return sum(len(place.replica.running) for place in self.places if place.replica is not None)
 
     def join(self, slot: int, robot: dict[str, Any], front: Front) -> None:
         """Tell every replica of a robot; :meth:`Front.joined` follows when all know it."""
         self._robots[slot] = robot
-        ready = [p.replica for p in self._places if p.replica is not None and p.replica.engine is not None]
+        ready = [p.replica for p in self.places if p.replica is not None and p.replica.engine is not None]
         self._joining[slot] = {replica.index for replica in ready}
         for replica in ready:
             replica.join(slot, robot)
         self._settle_join(slot, front)
 
-    def leave(self, slot: int) -> None:
-        """A robot is gone: what it asked is forgotten."""
+    def leave(self, slot: int, robot_id: str) -> None:
+        """A robot is gone: what it asked is forgotten, and how it was served."""
         if self._robots.pop(slot, None) is None:
             return
         self._joining.pop(slot, None)
         self._pins.pop(slot, None)
         if self.batcher is not None:
-            self.batcher.cancel(slot, (1 << 63) - 1)
-        for place in self._places:
+            self.batcher.cancel(slot, _LAST_EPOCH)
+            self.batcher.forget(robot_id)
+        for place in self.places:
             if place.replica is not None:
-                place.replica.cancel(slot, (1 << 63) - 1)
+                place.replica.cancel(slot, _LAST_EPOCH)
                 place.replica.leave(slot)
 
     def submit(self, ask: Ask, now_ns: int, front: Front) -> None:
@@ -153,14 +155,14 @@ class Pool:
         """End the slot's requests up to ``epoch``."""
         if self.batcher is not None and (ask := self.batcher.cancel(slot, epoch)) is not None:
             front.failed(ask, error_of(ask, "cancelled"))
-        for place in self._places:
+        for place in self.places:
             if place.replica is not None:
                 place.replica.cancel(slot, epoch)
 
     def turn(self, front: Front) -> None:
         """Take what the replicas said, replace the lost ones, start what can start."""
         now_s = time.monotonic()
-        for index, place in enumerate(self._places):
+        for index, place in enumerate(self.places):
             if place.killed is not None and place.killed.gone():
                 place.killed = None
             if place.replica is None:
@@ -176,25 +178,25 @@ class Pool:
 
     def ask_to_end(self) -> None:
         """Tell every replica; :meth:`end` waits for them."""
-        for place in self._places:
+        for place in self.places:
             if place.replica is not None:
                 place.replica.ask_to_end()
 
     def end(self, until_s: float) -> bool:
         """Wait until ``until_s`` (monotonic), killing those that do not end; True when nothing is left of them."""
         ended = True
-        for place in self._places:
+        for place in self.places:
             if place.replica is not None:
                 ended &= place.replica.end(until_s)
             elif place.killed is not None:
-                ended &= place.killed.gone()
+                ended &= place.killed.gone(until_s)
             place.replica = place.killed = None
         return ended
 
     # --- replicas ---
 
     def _start(self, index: int) -> None:
-        place = self._places[index]
+        place = self.places[index]
         place.replica = Replica(
             self._context,
             index,
@@ -204,7 +206,7 @@ class Pool:
             start_timeout_s=self._start_timeout_s,
         )
 
-    def _listen(self, place: _Place, replica: Replica, now_s: float, front: Front) -> None:
+    def _listen(self, place: Place, replica: Replica, now_s: float, front: Front) -> None:
         for message, arrays in replica.receive():
             self._on_message(place, message, arrays, front)
             if place.replica is not replica:  # lost by its own word
@@ -212,7 +214,7 @@ class Pool:
         if cause := replica.lost(now_s):
             self._lose(place, cause, front)
 
-    def _on_message(self, place: _Place, message: Message, arrays: dict[str, Array], front: Front) -> None:
+    def _on_message(self, place: Place, message: Message, arrays: dict[str, Array], front: Front) -> None:
         replica = place.replica
         assert replica is not None
         if isinstance(message, (Reply, ErrorReply)):
@@ -231,8 +233,8 @@ class Pool:
         else:
             _log.error("%s: replica %d sent a %s", self.name, replica.index, type(message).__name__)
 
-    def _on_ready(self, place: _Place, replica: Replica, engine: EngineHello, front: Front) -> None:
-        replica.engine, place.losses = engine, 0
+    def _on_ready(self, place: Place, replica: Replica, engine: EngineHello, front: Front) -> None:
+        replica.engine, place.losses, self.failure = engine, 0, ""
         measured = engine.batch_ms or tuple((1, ms) for ms in engine.warm_up_ms)
         _log.info(
             "%s: replica %d is ready, pid %d: %s; %s",
@@ -253,7 +255,7 @@ class Pool:
             front.ready(self)
 
     def _on_answer(
-        self, place: _Place, replica: Replica, message: Reply | ErrorReply, arrays: dict[str, Array], front: Front
+        self, place: Place, replica: Replica, message: Reply | ErrorReply, arrays: dict[str, Array], front: Front
     ) -> None:
         ask = replica.released(message.slot, message.epoch, message.chunk_id)
         if ask is None:
@@ -269,7 +271,7 @@ class Pool:
         if not replica.running:
             self.batcher.finished(replica.index, now_ns)
 
-    def _lose(self, place: _Place, cause: str, front: Front) -> None:
+    def _lose(self, place: Place, cause: str, front: Front) -> None:
         """A replica is gone: answer what it had, start another one after a while."""
         replica = place.replica
         assert replica is not None
@@ -299,7 +301,7 @@ class Pool:
     def _pin(self, slot: int) -> int:
         """The replica that remembers this robot: of those that are up, the one with the fewest."""
         if slot not in self._pins:
-            up = [p.replica.index for p in self._places if p.replica is not None and p.replica.engine is not None]
+            up = [p.replica.index for p in self.places if p.replica is not None and p.replica.engine is not None]
             pinned = list(self._pins.values())
             self._pins[slot] = min(up, key=pinned.count, default=-1)
         return self._pins[slot]
@@ -312,7 +314,7 @@ class Pool:
         for index in self.batcher.free():
             asks, dropped = self.batcher.take(index, now_ns)
             self._drop(dropped, front)
-            place = self._places[index]
+            place = self.places[index]
             if asks and place.replica is not None:
                 place.rows = len(asks)
                 place.replica.run(asks)

@@ -31,6 +31,7 @@ from phyai_engine.serve.protocol import (
 from phyai_engine.serve.sockets import prepare, received
 
 _SILENCE_S = 2.0  # above what a model holds the interpreter lock for; a dead process is seen at once
+_LOOK_S = 0.01  # system calls: not at every message
 _STALL_S = 0.5  # a gap between two looks of ours: its silence proves nothing then
 _log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class Replica:
 
     def lost(self, now_s: float) -> str:
         """Why it will not answer any more, or ""."""
+        if now_s - self._looked_s < _LOOK_S:
+            return ""
         self.host.pump()
         if (cause := self.host.exit_cause()) is not None:
             return cause
@@ -146,9 +149,12 @@ class Replica:
         self.host.kill()
         self.socket.close(linger=0)
 
-    def gone(self) -> bool:
-        """True once a killed one has ended; what it held is released then."""
-        if not self.host.wait(0.0):
+    def gone(self, until_s: float = 0.0) -> bool:
+        """True once a killed one has ended; what it held is released then.
+
+        :param until_s: monotonic time, to wait for it.
+        """
+        if not self.host.wait(max(0.0, until_s - time.monotonic())):
             return False
         self.host.close()
         return True

@@ -38,7 +38,7 @@ class Server:
         keys = Path(config.keys) if config.keys else None
         check_bind(config.endpoint, keys)
         self.figures = Figures()
-        self._config, self._stop = config, False
+        self.config, self._stop = config, False
         self._left = contextlib.ExitStack()
         with contextlib.ExitStack() as built:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -48,12 +48,12 @@ class Server:
             if gate is not None:
                 built.callback(gate.close)
             socket = built.enter_context(open_socket(context, config, gate))
-            self._pools = {name: self._pool(context, name) for name in config.models}
+            self.pools = {name: self._pool(context, name) for name in config.models}
             self._wake = wake
             self.front = Front(
                 socket,
                 config,
-                self._pools,
+                self.pools,
                 gate,
                 self.figures,
                 wake=wake,
@@ -70,9 +70,9 @@ class Server:
     def __exit__(self, *error: object) -> None:
         try:
             until_s = time.monotonic() + _END_S
-            for pool in self._pools.values():
+            for pool in self.pools.values():
                 pool.ask_to_end()
-            for name, pool in self._pools.items():
+            for name, pool in self.pools.items():
                 if pool.end(until_s):
                     continue
                 _log.error("%s: a replica did not end within %.0f s", name, _END_S)
@@ -84,10 +84,10 @@ class Server:
 
         :raises EngineError: no model can be served.
         """
-        for pool in self._pools.values():
+        for pool in self.pools.values():
             pool.start()
         self.front.run()
-        if reasons := [f"{name}: {pool.failure}" for name, pool in self._pools.items() if pool.failure]:
+        if reasons := [f"{name}: {pool.failure}" for name, pool in self.pools.items() if pool.failure]:
             raise EngineError("a model could not be served", got="; ".join(reasons))
 
     def stop(self) -> None:
@@ -96,12 +96,12 @@ class Server:
         self._wake.set()
 
     def _pool(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> Pool:
-        served = self._config.models[name]
+        served = self.config.models[name]
         robot, model = load_robot(resolve("robots", served.robot)), model_from(served.model)
-        return Pool(context, name, served, model, robot, start_timeout_s=self._config.start_timeout_s)
+        return Pool(context, name, served, model, robot, start_timeout_s=self.config.start_timeout_s)
 
     def _ready(self) -> None:
-        print(f"ready {self._config.endpoint}", flush=True)  # for whoever started this process
+        print(f"ready {self.config.endpoint}", flush=True)  # for whoever started this process
 
 
 def serve_command(config: str) -> None:

@@ -194,7 +194,10 @@ def _same(sent: Any, content: Any) -> bool:
     if sent is content:
         return sent is not None
     if isinstance(sent, np.ndarray):
-        return np.array_equal(sent, content)
+        if sent.shape != content.shape or sent.ndim == 0:
+            return np.array_equal(sent, content)
+        middle = len(sent) // 2  # no two frames of a live camera have an equal row: the whole is rarely compared
+        return np.array_equal(sent[middle : middle + 1], content[middle : middle + 1]) and np.array_equal(sent, content)
     return isinstance(sent, str) and sent == content
 
 

@@ -1,7 +1,7 @@
 """Bytes that are no message, and messages that are nearly one: the parser of the engine protocol must refuse or accept.
 
-hypothesis draws a message of every kind with its arrays, a seed and a way to damage it; each example is damaged 50 times.
-Anything but a ProtocolError is a defect. The memory that a decode allocates is bounded by what came in.
+hypothesis draws a message of every kind with its arrays, and a seed; each example is damaged in 50 ways. Anything but a
+ProtocolError is a defect. The memory that a decode allocates is bounded by what came in.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import yaml
 from fleet_robots import FIELDS, OUTCOMES
 
 from phyai_engine.config import read_yaml, resolve
+from phyai_engine.serve.server import server_status
 
 HERE = Path(__file__).resolve().parent
 ROLES = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -39,7 +39,8 @@ def fixed_latency(*, cameras: int = 0, **options: float) -> dict[str, Any]:
 class Run:
     """What the robots saw; one entry per request in each array.
 
-    :param gaps: [n, 2] monotonic ns, of the stall monitor. :param memory: process -> [n, 3] requests done, RSS, descriptors.
+    :param gaps: [n, 2] monotonic ns, of the stall monitor.
+    :param memory: process -> [n, 3] requests done, RSS, descriptors.
     """
 
     columns: dict[str, Any]
@@ -119,7 +120,6 @@ class Fleet:
         self.endpoint = f"tcp://127.0.0.1:{20_000 + os.getpid() % 20_000}"
         one = {"model": model_file or str(self.folder / "model.yaml"), "robot": self._robot, "buckets": list(buckets)}
         config = {"endpoint": self.endpoint, "models": {"model": {**one, **served}}}
-        # The load generator's many robots say little about one robot's limits.
         (self.folder / "serve.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         command = [sys.executable, "-c", _SERVE.format(here=str(HERE)), str(self.folder / "serve.yaml"), queue]
         log = self._left.enter_context((self.folder / "log").open("w", encoding="utf-8"))
@@ -129,8 +129,9 @@ class Fleet:
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         if not line.startswith("ready"):
+            said = self.log()
             self.__exit__()
-            raise RuntimeError(f"the server did not start: {self.log()}")
+            raise RuntimeError(f"the server did not start: {said[-2000:]}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -150,7 +151,7 @@ class Fleet:
         """What the server wrote."""
         return (self.folder / "log").read_text(encoding="utf-8") if (self.folder / "log").exists() else ""
 
-    def drive(self, *, robots: int, robot: str = "", sample_s: float = 0.0, **options: float) -> Run:
+    def drive(self, *, robots: int, sample_s: float = 0.0, **options: float) -> Run:
         """Run robots against it, with the monitor beside them."""
         with contextlib.ExitStack() as stack:
             monitor = self._start(stack, [str(HERE / "stall_monitor.py"), str(self.folder / "gaps.npy")])
@@ -189,21 +190,21 @@ class Fleet:
         return process
 
     def _sample(self, crews: list[subprocess.Popen[str]], every_s: float) -> dict[str, Any]:
+        import psutil
+
         front = psutil.Process(self._server.pid)
         watched = {"front": front, "replica": front.children()[0]}
         samples: dict[str, list[tuple[float, int, int]]] = {name: [] for name in watched}
         while any(crew.poll() is None for crew in crews):
-            done = self._answered()
+            done = float(self.status().get("model answered", "0"))
             for name, process in watched.items():
                 samples[name].append((done, process.memory_info().rss, process.num_fds()))
             time.sleep(every_s)
         return {name: np.array(rows, dtype=np.float64) for name, rows in samples.items()}
 
-    def _answered(self) -> float:
-        from phyai_engine.serve.server import server_status
-
-        lines = dict(server_status(self.endpoint, timeout_s=20.0))
-        return float(lines.get("model answered", "0"))
+    def status(self) -> dict[str, str]:
+        """What the server says of itself."""
+        return dict(server_status(self.endpoint, timeout_s=20.0))
 
     def _robot_file(self, robot: str, cameras: bool) -> str:
         """A robot without cameras, unless the model looks at them: the images would only cost time here."""

@@ -98,7 +98,7 @@ class Robots:
             if now_s > end_s + o.deadline_ms / 1e3 + 1.0:
                 break
             while due and due[0][0] <= now_s:
-                at_s, index, k = heapq.heappop(due)
+                _, index, k = heapq.heappop(due)
                 self._ask(self.robots[index])
                 next_s = start_s + phases[index] + (k + 1) * period_s
                 if next_s < end_s:

@@ -2,8 +2,8 @@
 
     python test/prove/stall_monitor.py OUT.npy        until standard input ends
 
-Gaps are (begin, end) in monotonic ns. What this process could not run for, others may not have either: a deadline missed
-in such a window is the host's, one missed in any other is ours.
+Gaps are (begin, end) in monotonic ns. What this process could not run for, others may not have either: a deadline
+missed in such a window is the host's, one missed in any other is ours.
 """
 
 from __future__ import annotations

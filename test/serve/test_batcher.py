@@ -137,7 +137,7 @@ def test_the_robot_that_was_refused_least_gives_way() -> None:
     batcher = _batcher()
     batcher.offer(_ask(8, 22.5), 0)
     batcher.take(0, 0)  # until 22
-    for deadline in (10.0, 11.0, 12.0):  # robot 1 is refused three times
+    for deadline in (43.0, 43.1, 43.2):  # robot 1 is refused three times
         batcher.offer(_ask(1, deadline), 0)
     for slot in range(2, 10):
         assert batcher.offer(_ask(slot, 52.0), 0) == []
