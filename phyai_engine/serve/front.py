@@ -235,6 +235,8 @@ class Front:
         elif isinstance(message, Goodbye):
             if session is not None:
                 self._end(session, "goodbye")
+        elif session is not None and isinstance(message, Alive):
+            pass  # it was seen; also one that waits for the model says so
         elif session is None or session.state != "open":
             self._on_stranger(peer, message)
         elif isinstance(message, RequestMessage):
@@ -242,7 +244,7 @@ class Front:
         elif isinstance(message, Cancel):
             session.cancelled_epoch = max(session.cancelled_epoch, message.epoch)
             session.pool.cancel(session.slot, message.epoch, self)
-        elif not isinstance(message, Alive):
+        else:
             raise ProtocolError("not a robot's message", got=type(message).__name__)
 
     def _on_stranger(self, peer: bytes, message: Message) -> None:
@@ -263,9 +265,9 @@ class Front:
             retry_s = refusal.retry_s if isinstance(refusal, Refused) else 0.0
             self._send(peer, HelloReply(reason=str(refusal), retry_s=retry_s))
             return
-        for old in (self._sessions.of_peer(peer), self._sessions.of_robot(session.robot_id)):
-            if old is not None:
-                self._end(old, "said hello again")
+        before = self._sessions.of_peer(peer), self._sessions.of_robot(session.robot_id)
+        for old in {each for each in before if each is not None}:
+            self._end(old, "said hello again")
         self._sessions.add(session)
         self._figures.events["sessions"] += 1
         if session.pool.batcher is not None:
