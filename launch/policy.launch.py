@@ -1,7 +1,7 @@
 """One policy node, brought to ACTIVE. `ros2 launch phyai_policy policy.launch.py -s` lists the arguments.
 
-The exit code is 0 after Ctrl-C and 1 when the node could not be configured or died. A launch file of a fleet includes
-this one once per robot, each in a GroupAction with its own `namespace`.
+The exit code is 0 after Ctrl-C and 1 when the node could not be configured or died. fleet.launch.py includes this one
+once per robot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ PROFILE_VARIABLES = ("FASTRTPS_DEFAULT_PROFILES_FILE", "FASTDDS_DEFAULT_PROFILES
 TRUE_OR_FALSE = ("true", "false")
 RESPAWN_DELAY_S = 1.0
 # Arguments that are parameters of policy_node; an empty one leaves the word to the parameters file.
-PARAMETERS = ("robot", "model", "engine", "engine_endpoint", "output", "instruction", "fleet_stop_topic", "record")
+PARAMETERS = (
+    *("robot", "model", "engine", "engine_endpoint", "engine_key", "engine_server_key"),
+    *("output", "instruction", "fleet_stop_topic", "record"),
+)
 
 # name, default, choices (none: any), description
 ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -49,6 +52,8 @@ ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "Where inference runs. Empty: as in params_file.",
     ),
     ("engine_endpoint", "", (), "Engine server of engine:=remote, e.g. tcp://gpu-server:5555."),
+    ("engine_key", "", (), "engine:=remote: this robot's NAME.key_secret, needed beyond this host."),
+    ("engine_server_key", "", (), "engine:=remote: the server's server.key."),
     (
         "output",
         "",
@@ -68,6 +73,12 @@ ARGUMENTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "false",
         TRUE_OR_FALSE,
         "Start policy_node again after a crash. It stays unconfigured: nothing moves until a person activates it.",
+    ),
+    (
+        "on_failure",
+        "end",
+        ("end", "go_on"),
+        "When a node here cannot be configured or dies: end the whole launch, or say so and leave the others alone.",
     ),
     ("instruction", "", (), "What the robot is to do, in words. Empty: as in params_file."),
     (
@@ -113,7 +124,7 @@ def _nodes(context: LaunchContext) -> list[LaunchDescriptionEntity]:
         "output": "screen",
         "ros_arguments": ["--log-level", given["log_level"]],
     }
-    respawn = given["respawn"] == "true"
+    respawn, alone = given["respawn"] == "true", given["on_failure"] == "end"
     policy = LifecycleNode(
         name="policy_node",
         executable="policy_node",
@@ -122,8 +133,8 @@ def _nodes(context: LaunchContext) -> list[LaunchDescriptionEntity]:
         respawn_delay=RESPAWN_DELAY_S,
         **common,
     )
-    handlers = _autostart(policy) if given["autostart"] == "true" else []
-    handlers.append(_on_exit(policy, respawn=respawn))
+    handlers = _autostart(policy, alone=alone) if given["autostart"] == "true" else []
+    handlers.append(_on_exit(policy, respawn=respawn, alone=alone))
     if given["output"] != "chunks":
         return [*handlers, policy]
     # Never respawned: it would obey the policy at once, and the robot would move by itself after a crash.
@@ -134,10 +145,10 @@ def _nodes(context: LaunchContext) -> list[LaunchDescriptionEntity]:
         parameters=[str(params_file), {**own, "policy": "policy_node"}],
         **common,
     )
-    return [*handlers, _on_exit(player, respawn=False), player, policy]
+    return [*handlers, _on_exit(player, respawn=False, alone=alone), player, policy]
 
 
-def _autostart(policy: LifecycleNode) -> list[Action]:
+def _autostart(policy: LifecycleNode, *, alone: bool) -> list[Action]:
     """Configure when the process runs, activate when that configuring succeeded: once, and never after a respawn.
 
     Events fired together would race (launch_ros issue 445), and a handler of every `inactive` would undo a
@@ -146,7 +157,7 @@ def _autostart(policy: LifecycleNode) -> list[Action]:
     configured = OnStateTransition(
         target_lifecycle_node=policy,
         start_state="configuring",
-        entities=[OpaqueFunction(function=_activate, args=[policy])],
+        entities=[OpaqueFunction(function=_activate, args=[policy, alone])],
         handle_once=True,
     )
 
@@ -162,15 +173,22 @@ def _autostart(policy: LifecycleNode) -> list[Action]:
     ]
 
 
-def _activate(context: LaunchContext, policy: LifecycleNode) -> list[LaunchDescriptionEntity]:
+def _activate(context: LaunchContext, policy: LifecycleNode, alone: bool) -> list[LaunchDescriptionEntity]:
     """What follows the end of configuring.
 
     :raises RuntimeError: it failed; launch then stops everything and its exit code is 1.
     """
     goal = context.locals.event.goal_state
-    if goal != "inactive":
-        raise RuntimeError(f"{policy.node_name} could not be configured ({goal}): its log above says why")
-    return [_change_state(policy, Transition.TRANSITION_ACTIVATE)]
+    if goal == "inactive":
+        return [_change_state(policy, Transition.TRANSITION_ACTIVATE)]
+    return [_failed(f"{policy.node_name} could not be configured ({goal}): its log above says why", alone=alone)]
+
+
+def _failed(text: str, *, alone: bool) -> LogInfo:
+    """:raises RuntimeError: nobody else is here who should go on."""
+    if alone:
+        raise RuntimeError(text)
+    return LogInfo(msg=text)
 
 
 def _change_state(policy: LifecycleNode, transition: int) -> EmitEvent:
@@ -178,8 +196,8 @@ def _change_state(policy: LifecycleNode, transition: int) -> EmitEvent:
     return EmitEvent(event=ChangeState(lifecycle_node_matcher=matcher, transition_id=transition))
 
 
-def _on_exit(node: Node, *, respawn: bool) -> RegisterEventHandler:
-    """A crash ends the launch with exit code 1, or is announced where the node is started again."""
+def _on_exit(node: Node, *, respawn: bool, alone: bool) -> RegisterEventHandler:
+    """A crash ends the launch with exit code 1, or is announced: the node is started again, or others go on."""
 
     def judge(event: ProcessExited, context: LaunchContext) -> LogInfo | None:
         if context.is_shutdown:
@@ -188,7 +206,8 @@ def _on_exit(node: Node, *, respawn: bool) -> RegisterEventHandler:
             todo = "configure and activate it when the robot may move"
             return LogInfo(msg=f"{node.node_name} starts again and stays unconfigured: {todo}")
         if event.returncode != 0:
-            raise RuntimeError(f"{node.node_name} ended with exit code {event.returncode}: its log above says why")
+            text = f"{node.node_name} ended with exit code {event.returncode}: its log above says why"
+            return _failed(text, alone=alone)
         return None
 
     return RegisterEventHandler(OnProcessExit(target_action=node, on_exit=judge))

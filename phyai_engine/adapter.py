@@ -79,6 +79,13 @@ class Adapter:
             self._prompt = Prompt(model.prompt, spec.inputs["tokens"].shape[0], spec.action_dim)
             checks.check_prompt(model.prompt, self._prompt.tokenizer.vocabulary, robot, spec)
 
+    def of(self, robot: RobotConfig) -> Adapter:
+        """Likewise for another robot and the same model.
+
+        :raises ConfigError: the two do not fit.
+        """
+        return Adapter(robot, self._model, self.spec)
+
     # --- robot -> model ---
 
     def encode(self, request: Request, cancel: CancelToken | None = None) -> Row:

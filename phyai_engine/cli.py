@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from phyai_engine import __version__
-from phyai_engine.errors import ConfigError, PhyaiError
-
-FAILED = 2
-"""Exit code of a command that could not do its work; 1 is the answer "no" of one that could."""
-
-# Packages that an installation may do without, and the extra that brings them.
-EXTRAS = {
-    "torch": "engine",
-    "safetensors": "engine",
-    "sentencepiece": "engine",
-    "plotly": "report",
-    "rosbags": "replay",
-}
+from phyai_engine import __version__, cli_fleet, cli_serve
+from phyai_engine.cli_errors import readable_errors
+from phyai_engine.errors import ConfigError
 
 app = typer.Typer(
     help="Drives robots with learned policies in real time.",
@@ -31,6 +18,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(cli_fleet.keygen)
+app.add_typer(cli_fleet.robots, name="robots")
+app.command()(cli_fleet.client)
+app.command()(cli_serve.serve)
+app.command()(cli_serve.status)
 
 
 class Device(str, Enum):
@@ -39,23 +31,6 @@ class Device(str, Enum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
-
-
-@contextmanager
-def readable_errors() -> Iterator[None]:
-    """Print what a person can mend in red, without a traceback, and end with exit code 2."""
-    try:
-        yield
-        return
-    except PhyaiError as error:
-        reason = str(error)
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
-            raise
-        reason = f"this command needs {error.name}. Run `pip install '.[{extra}]'` in the checkout."
-    typer.secho(reason, fg=typer.colors.RED, err=True)
-    raise typer.Exit(FAILED)
 
 
 def _print_version(wanted: bool) -> None:

@@ -407,6 +407,11 @@ def environment(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with some variables changed, for a process that it starts."""
+    return {**os.environ, **changes}
+
+
 def config_dir() -> Path:
     """Folder with the shipped robot and model files: this checkout's ``config/``, else the installed one.
 
@@ -427,7 +432,7 @@ def config_dir() -> Path:
     )
 
 
-def resolve(kind: Literal["robots", "models"], name: str) -> Path:
+def resolve(kind: Literal["robots", "models", "serve"], name: str) -> Path:
     """A file path, or the name of a shipped file without ``.yaml``.
 
     :raises ConfigError: listing what exists.

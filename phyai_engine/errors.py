@@ -7,6 +7,7 @@
     ├── RefusalError         an observation or chunk is refused; carries a Refusal code
     ├── WeightsError         a checkpoint does not hold what the model needs
     ├── ProtocolError        bytes on a socket do not follow serve/protocol.py
+    │   └── KeyframeError         a request refers to content that the engine does not hold
     └── EngineError          the engine could not answer
         ├── EngineRefusedError    the handshake was refused; the reason says why
         ├── EngineTimeoutError    no answer within the bound
@@ -99,6 +100,10 @@ class WeightsError(PhyaiError):
 
 class ProtocolError(PhyaiError):
     """A message does not follow the engine protocol."""
+
+
+class KeyframeError(ProtocolError):
+    """A request refers to content that the engine does not hold: it is to be sent again, whole."""
 
 
 class EngineError(PhyaiError):

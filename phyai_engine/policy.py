@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 
 from phyai_engine.adapter import Adapter
@@ -16,7 +17,7 @@ from phyai_engine.config import ModelConfig, RobotConfig
 from phyai_engine.errors import CancelledError, ConfigError, EngineError, PhyaiError, RefusalError
 from phyai_engine.models import Capturable, Model
 from phyai_engine.rtc import Guidance
-from phyai_engine.runner import Graphs, RowResult, Runner
+from phyai_engine.runner import BUCKETS, Graphs, RowResult, Runner
 from phyai_engine.types import (
     CancelToken,
     Chunk,
@@ -62,10 +63,11 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
 _WARM_UP_IMAGE = (480, 640, 3)
 
 
-def load_policy(robot: RobotConfig, model: ModelConfig, batches: Sequence[int] = (1,)) -> Policy:
+def load_policy(robot: RobotConfig, model: ModelConfig, batches: Sequence[int] = ()) -> Policy:
     """Load the weights and join them with the robot.
 
-    :param batches: sizes of the batches that will come, for the models whose graphs are captured.
+    :param batches: sizes of the batches that will come; empty: single requests, and what the runner allows.
+
     :raises ConfigError: unknown family, wrong options, or robot and model do not fit.
     :raises WeightsError: the checkpoint does not hold what the model needs.
     """
@@ -78,7 +80,8 @@ def load_policy(robot: RobotConfig, model: ModelConfig, batches: Sequence[int] =
     for swap in swapped_cameras(robot, loaded.spec.cameras):
         _log.warning("%s", swap)
     guidance = model.rtc.guide
-    runner = Runner(loaded, guidance=guidance, graphs=captured_graphs(loaded, guidance, batches))
+    graphs = captured_graphs(loaded, guidance, batches or (1,))
+    runner = Runner(loaded, batches or BUCKETS, guidance=guidance, graphs=graphs)
     return Policy(Adapter(robot, model, loaded.spec), runner, weights_note(model))
 
 
@@ -99,7 +102,9 @@ def captured_graphs(model: Model, guidance: Guidance, batches: Sequence[int] = (
 
 
 class Policy:
-    """Observation -> chunk for one robot and one model. One call at a time.
+    """Observation -> chunk for one model and its robots: that of ``adapter``, slot 0, and those that joined.
+
+    One ``infer`` at a time; ``join`` and ``leave`` may come meanwhile, from another thread.
 
     :param note: what the weights are, for people to read.
     """
@@ -108,11 +113,27 @@ class Policy:
         self.adapter = adapter
         self.runner = runner
         self.note = note
+        self._adapters = {0: adapter}
+        self._kinds: dict[RobotConfig, Adapter] = {}  # without their ids: robots of one kind share a tokenizer
 
     @property
     def spec(self) -> ModelSpec:
         """What the model declares."""
         return self.adapter.spec
+
+    def join(self, slot: int, robot: RobotConfig) -> None:
+        """Take requests with this slot from ``robot``.
+
+        :raises ConfigError: it does not fit the model.
+        """
+        kind = msgspec.structs.replace(robot, robot_id=self.adapter.robot.robot_id)
+        if kind not in self._kinds:
+            self._kinds[kind] = self.adapter if kind == self.adapter.robot else self.adapter.of(kind)
+        self._adapters[slot] = self._kinds[kind]
+
+    def leave(self, slot: int) -> None:
+        """That robot is gone; its kind stays, for the next one."""
+        self._adapters.pop(slot, None)
 
     def infer(self, requests: Sequence[Request], cancels: Sequence[CancelToken] | None = None) -> list[Answer]:
         """One answer per request, in order; an error of one never loses the others.
@@ -120,38 +141,47 @@ class Policy:
         :returns: a Chunk, or a RefusalError (the observation or the result is unusable), a CancelledError,
             or an EngineError (the model or the adapter raised).
         """
-        began = [0] * len(requests)
+        began = time.monotonic_ns()  # of every row: each waits for all of them
         answers: list[Answer | None] = [None] * len(requests)
         rows: dict[int, tuple[Row, float]] = {}
         for i, request in enumerate(requests):
-            began[i] = time.monotonic_ns()
+            started = time.monotonic_ns()
             try:
-                row = self.adapter.encode(request, None if cancels is None else cancels[i])
+                row = self._adapter(request).encode(request, None if cancels is None else cancels[i])
             except Exception as error:  # also a defect: the other rows must not pay for it
                 answers[i] = _as_engine_error(error, "the adapter")
             else:
-                rows[i] = row, _ms_since(began[i])
+                rows[i] = row, _ms_since(started)
         results = self._run([row for row, _ in rows.values()])
         for (i, (_, encode_ms)), result in zip(rows.items(), results, strict=True):
             try:
-                answers[i] = self._answer(requests[i], result, encode_ms, began[i])
+                answers[i] = self._answer(requests[i], result, encode_ms, began)
             except Exception as error:
                 answers[i] = _as_engine_error(error, "the adapter")
         return [answer for answer in answers if answer is not None]
 
-    def warm_up(self, count: int = 2) -> list[float]:
+    def warm_up(self, count: int = 2, rows: int = 1) -> list[float]:
         """Run at real shapes, so that the first real request meets no first-use cost; every second is guided.
 
+        :param rows: of each batch.
         :returns: duration of each, ms.
         :raises PhyaiError: the model cannot answer.
         """
         durations = []
         for i in range(count):
-            answer = self.infer([self._synthetic(guided=i % 2 == 1)])[0]
-            if isinstance(answer, PhyaiError):
-                raise answer
-            durations.append(answer.timings.inference_ms)
+            started = time.monotonic_ns()
+            answers = self.infer([self._synthetic(guided=i % 2 == 1)] * rows)
+            durations.append(_ms_since(started))
+            for answer in answers:
+                if isinstance(answer, PhyaiError):
+                    raise answer
         return durations
+
+    def _adapter(self, request: Request) -> Adapter:
+        adapter = self._adapters.get(request.slot)
+        if adapter is None:
+            raise EngineError("no robot has joined in this slot", got=request.slot)
+        return adapter
 
     def _run(self, rows: list[Row]) -> list[RowResult | PhyaiError]:
         """The rows in batches that the runner takes. A batch that fails is tried again row by row."""
@@ -174,11 +204,12 @@ class Policy:
         if result.cancelled or result.actions is None:
             return CancelledError(f"request {request.chunk_id} of epoch {request.epoch} was cancelled")
         started = time.monotonic_ns()
-        actions = self.adapter.decode(result.actions, request)
+        adapter = self._adapter(request)
+        actions = adapter.decode(result.actions, request)
         bad = np.argwhere(~np.isfinite(actions))
         if bad.size:
             step, column = (int(index) for index in bad[0])
-            name = self.adapter.robot.action_names[column]
+            name = adapter.robot.action_names[column]
             return RefusalError(
                 Refusal.NOT_FINITE,
                 f"action {name} is not finite",

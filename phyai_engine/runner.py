@@ -20,6 +20,9 @@ from phyai_engine.rtc import IDENTITY, Guidance, GuidanceBuffers
 from phyai_engine.solvers import StepCallback, flow_step, hold_prefix
 from phyai_engine.types import F32, Row
 
+BUCKETS = (1, 2, 4, 8)
+"""Sizes of a batch, where nobody says which will come."""
+
 NoiseSource = Callable[[int, int, int], F32]
 PhaseCallback = Callable[[str], None]
 
@@ -121,7 +124,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        buckets: Sequence[int] = (1, 2, 4, 8),
+        buckets: Sequence[int] = BUCKETS,
         on_step: StepCallback | None = None,
         noise: NoiseSource = standard_normal,
         on_phase: PhaseCallback = lambda _: None,

@@ -138,6 +138,7 @@ class Request:
 
     :param seed: seed of the counter-based noise.
     :param remaining_ms: time left until the handoff when the request was made (never a stamp).
+    :param slot: which robot of the engine asks; 0 where it serves one.
     """
 
     epoch: int
@@ -146,6 +147,7 @@ class Request:
     committed: Committed | None
     seed: int
     remaining_ms: float
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ class StageTimings:
     decode_ms: float = float("nan")
     inference_ms: float = float("nan")  # encode to decode
     transfer_ms: float = float("nan")  # round trip minus queue and inference, filled in by the client
+    serialise_ms: float = float("nan")  # of transfer_ms, what the client spent on its own side; the rest is the network
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,6 +235,7 @@ class ModelSpec:
     :param inputs: name -> BufferSpec of one row.
     :param cameras: camera roles in the model's order.
     :param vocabulary: token ids it knows, 0 where that is unknown.
+    :param keeps_state: it remembers a robot between requests, which therefore all go to one replica.
     """
 
     family: str
@@ -241,3 +245,4 @@ class ModelSpec:
     inputs: Mapping[str, BufferSpec]
     cameras: tuple[str, ...]
     vocabulary: int = 0
+    keeps_state: bool = False

@@ -6,12 +6,61 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from phyai_engine.config import ModelConfig, RobotConfig
 from phyai_engine.errors import EngineError
 from phyai_engine.serve.client import Answered, EngineClient, EngineHello, Event
+from phyai_engine.serve.keys import key_name, key_pair
+from phyai_engine.serve.remote_link import RemoteEngine
 from phyai_engine.serve.restart import restart
-from phyai_engine.timing import mono_ns
-from phyai_engine.types import Chunk, Request
+from phyai_engine.timing import Window, mono_ns
+from phyai_engine.types import Chunk, Request, StageTimings
+from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros.diagnostics import in_ms
+from phyai_ros.parameters import NodeParameters
+
+REMOTE = "remote"
+_WINDOW = 1000
+
+
+def model_of(params: NodeParameters) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The model's file, and what had to be assumed; of a server's model only its name is known here.
+
+    :raises ConfigError: the file is wrong.
+    """
+    if params.engine != REMOTE:
+        return model_and_notes(params.model)
+    return ModelConfig(family=REMOTE, options={"model": params.model, "endpoint": params.engine_endpoint}), ()
+
+
+def client_of(
+    robot: RobotConfig, model: ModelConfig, params: NodeParameters, namespace: str, on_event: Callable[[], None]
+) -> EngineClient:
+    """A client that was not started.
+
+    :param namespace: of the node, which tells two robots of one kind apart.
+    :raises ConfigError: a key cannot be used, or is missing.
+    """
+    remote = None
+    if params.engine == REMOTE:
+        key, server_key = (Path(p).expanduser() if p else None for p in (params.engine_key, params.engine_server_key))
+        remote = RemoteEngine(
+            endpoint=params.engine_endpoint,
+            model=params.model,
+            robot_id=params.engine_robot_id or key_name(key) or namespace.strip("/").replace("/", "."),
+            keys=key_pair(key, server_key),
+            jpeg_quality=params.engine_jpeg_quality,
+        )
+    return EngineClient(
+        robot,
+        None if remote is not None else model,
+        params.engine,  # type: ignore[arg-type]  # its choices are checked by the table
+        on_event=on_event,
+        start_timeout_s=params.engine_start_timeout_s,
+        heartbeat_timeout_s=params.engine_heartbeat_s,
+        threads=params.engine_threads,
+        warm_up_count=params.warm_up_count,
+        remote=remote,
+    )
 
 
 class Engine:
@@ -28,6 +77,7 @@ class Engine:
         self._make, self._progress, self._give_up = make, progress, give_up
         self._memory_bytes = 0
         self._hello: EngineHello | None = None
+        self._transfer = {"serialise": Window(_WINDOW), "network": Window(_WINDOW)}
         self.asked: Callable[[Request], object] = lambda request: None
         """Told of every request, on the executor thread, as ``answered`` is of every chunk."""
         self.answered: Callable[[Chunk], object] = lambda chunk: None
@@ -67,11 +117,12 @@ class Engine:
             )
         self._hello = hello
         self._memory_bytes = self._used_bytes()
-        return f"engine restarted in {(mono_ns() - began) * 1e-9:.1f} s, pid {had} -> {self.client.pid}: {hello.note}"
+        did = f"engine restarted, pid {had} -> {self.client.pid}" if had else self.client.connection
+        return f"{did} after {(mono_ns() - began) * 1e-9:.1f} s: {hello.note}"
 
     def _used_bytes(self) -> int:
-        """What a new engine will need; a thread shares this process, and a new one brings nothing back."""
-        return 0 if self.client.pid == os.getpid() else peak_bytes(self.client.pid)
+        """What a new engine will need here; a thread shares this process, and a new one brings nothing back."""
+        return 0 if self.client.pid in (None, os.getpid()) else peak_bytes(self.client.pid)
 
     def stop(self) -> None:
         """End it; see :meth:`EngineClient.stop`."""
@@ -91,8 +142,13 @@ class Engine:
         events = self.client.poll()
         for event in events:
             if isinstance(event, Answered):
+                self._note(event.chunk.timings)
                 self.answered(event.chunk)
         return events
+
+    def _note(self, timings: StageTimings) -> None:
+        self._transfer["serialise"].add(timings.serialise_ms)
+        self._transfer["network"].add(timings.transfer_ms - timings.serialise_ms)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -101,8 +157,15 @@ class Engine:
             "heartbeat_age_ms": in_ms(self.client.last_heartbeat_age_s()),
             "engine_pid": str(self.client.pid or ""),
             "engine_crash": str(self.client.crash or ""),
+            "engine_connection": self.client.connection,
+            **{f"engine_{name}_ms": _words(window) for name, window in self._transfer.items()},
             **{f"engine_{name}": str(n) for name, n in self.client.counters.items()},
         }
+
+
+def _words(window: Window) -> str:
+    p = window.percentiles()
+    return f"p50 {p.p50:.2f}, p99 {p.p99:.2f}, n {p.n}" if p.n else ""
 
 
 def peak_bytes(pid: int | None) -> int:

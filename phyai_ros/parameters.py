@@ -65,14 +65,33 @@ class NodeParameters:
     """What one configuration runs with. Durations in seconds, rates in hertz, steps in control steps."""
 
     robot: str = _row("", "Robot file: a path, or the name of a shipped one.")
-    model: str = _row("", "Model: a model file, the name of a shipped one, or a checkpoint folder.")
-    engine: str = _row("process", "Where inference runs (remote: not yet).", choices=("thread", "process", "remote"))
+    model: str = _row(
+        "",
+        "Model: a model file, the name of a shipped one, a checkpoint folder; engine: remote: its name on the server.",
+    )
+    engine: str = _row("process", "Where inference runs.", choices=("thread", "process", "remote"))
     engine_endpoint: str = _row("", "Engine server of engine: remote, e.g. tcp://gpu-server:5555.")
+    engine_robot_id: str = _row(
+        "", "Name of this robot on the server, unique there; empty = the key's name, else the namespace, else robot_id."
+    )
+    engine_key: str = _row("", "This robot's NAME.key_secret for the server, which needs one beyond this host.")
+    engine_server_key: str = _row("", "The server's server.key.")
+    engine_jpeg_quality: int = _row(
+        0,
+        "Images to the server as JPEG of this quality, which changes what the policy sees; 0 = as they are.",
+        low=0,
+        high=95,
+    )
     engine_threads: int = _row(0, "CPU threads of the engine; 0 = its library's default.", low=0, high=256)
     engine_start_timeout_s: float = _row(
         120.0, "Longest wait at configure for the engine to load and warm up.", low=1.0, high=3600.0
     )
-    engine_heartbeat_s: float = _row(1.0, "An engine without a sign of life for this long is lost.", low=0.2, high=30.0)
+    engine_heartbeat_s: float = _row(
+        1.0,
+        "An engine without a sign of life for this long is lost; remote: a shorter cut of the network only holds.",
+        low=0.2,
+        high=30.0,
+    )
     output: str = _row("steps", "How commands leave the node.", choices=("steps", "trajectory", "chunks"))
     schedule: str = _row(
         "rtc", "When the next inference starts and what it continues.", choices=[s.value for s in Schedule]
@@ -185,6 +204,16 @@ class NodeParameters:
                 "engine_endpoint is given, but the engine is local",
                 got=f"engine: {self.engine}",
                 do="Set engine: remote, or leave engine_endpoint empty.",
+            )
+        if self.engine != "remote" and (self.engine_key or self.engine_server_key or self.engine_jpeg_quality):
+            raise ConfigError(
+                "engine_key, engine_server_key and engine_jpeg_quality are of engine: remote",
+                got=f"engine: {self.engine}",
+            )
+        if bool(self.engine_key) != bool(self.engine_server_key):
+            raise ConfigError(
+                "one of engine_key and engine_server_key is empty",
+                wanted="this robot's secret key and the server's public key, or neither",
             )
         if 0 < self.max_hold_s < self.request_timeout_s and self.schedule == Schedule.SYNC.value:
             raise ConfigError(

@@ -241,7 +241,7 @@ class PolicyNode(LifecycleNode):
         elif session.loop.player.stopping:
             response.message = "the stop is still being published: call again"
         elif not session.client.alive:
-            response.message = "the engine is gone: call ~/restart_engine first"
+            response.message = session.client.connection or "the engine is gone: call ~/restart_engine first"
         else:
             try:
                 session.rearm()

@@ -32,11 +32,10 @@ from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
 from phyai_engine.types import F64, AbortCause, Schedule
 from phyai_engine.watchdog import Watchdogs
-from phyai_engine.weights.checkpoint import model_and_notes
 from phyai_ros import parameters
 from phyai_ros.convert import choose_decoder, controller_state_type, to_stamp
 from phyai_ros.diagnostics import Facts, chunk_timing
-from phyai_ros.engine import Engine
+from phyai_ros.engine import Engine, client_of, model_of
 from phyai_ros.inputs import Inputs
 from phyai_ros.outputs import ACKNOWLEDGE_S, ChunksOutput, StepsOutput, TrajectoryOutput
 from phyai_ros.recording import Recording
@@ -252,7 +251,7 @@ class Session:
         self.params = params = parameters.read(node)
         robot_file = resolve("robots", params.robot)
         self.robot = robot = load_robot(robot_file)
-        model, assumed = model_and_notes(params.model)
+        model, assumed = model_of(params)
         for note in assumed:
             node.get_logger().warning(f"{params.model}: {note}")
         self._simulated = bool(node.get_parameter("use_sim_time").value)
@@ -316,17 +315,7 @@ class Session:
         node, params, log = self._node, self.params, self._node.get_logger()
         signal = node.create_guard_condition(self._guard(on_engine))
         self._stack.callback(node.destroy_guard_condition, signal)
-        make = partial(
-            EngineClient,
-            self.robot,
-            model,
-            params.engine,  # type: ignore[arg-type]  # its choices are checked by the table
-            on_event=signal.trigger,
-            start_timeout_s=params.engine_start_timeout_s,
-            heartbeat_timeout_s=params.engine_heartbeat_s,
-            threads=params.engine_threads,
-            warm_up_count=params.warm_up_count,
-        )
+        make = partial(client_of, self.robot, model, params, node.get_namespace(), signal.trigger)
         self._engine = Engine(make, lambda phase: log.info(f"engine: {phase}"), self._give_up)
         self._stack.callback(self._engine.stop)
         return self._engine.start()

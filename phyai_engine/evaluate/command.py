@@ -26,10 +26,10 @@ from phyai_engine.evaluate.scores import Summary, summarise
 from phyai_engine.evaluate.simulators import Scene, Setup, play_all
 from phyai_engine.evaluate.table import table
 from phyai_engine.policy import Policy, load_policy
+from phyai_engine.runner import BUCKETS
 from phyai_engine.weights.checkpoint import model_from
 
 ROBOT = "sawyer_20hz"
-BATCHES = (1, 2, 4, 8)
 SIMULATORS_MAX = 32
 
 
@@ -74,9 +74,9 @@ def evaluate(options: EvalOptions, progress: Console) -> Summary:
     manifest = chosen(options.manifest, options.tasks, options.episodes, options.seed)
     config = model_config(options)
     progress.print(f"loading {options.model} …", highlight=False)
-    policy = load_policy(robot, config, batches=BATCHES)
+    policy = load_policy(robot, config, batches=BUCKETS)
     device = device_of(policy.runner.model)
-    batch = options.batch or (BATCHES[-1] if device.startswith("cuda") else 1)
+    batch = options.batch or (BUCKETS[-1] if device.startswith("cuda") else 1)
     setup = Setup(
         robot,
         PolicyFacts(policy.spec.horizon, policy.runner.guidance.max_delay),

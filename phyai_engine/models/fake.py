@@ -39,7 +39,8 @@ _LOG_LINE = b"the fake model floods its log, as configured (flood_log_mb) ".ljus
 class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the fake model does.
 
-    :param latency_ms: of one run, spread over the prefix and the steps. :param latency_spread_ms: up to this much is
+    :param latency_ms: of one run, spread over the prefix and the steps. :param row_ms: added for each row of the batch
+        beyond the first, padding included. :param latency_spread_ms: up to this much is
         added, evenly distributed. :param slow_every: every n-th run takes ``slow_ms`` longer.
     :param busy: spend it holding the interpreter lock instead of sleeping.
     :param amplitude: of the motion, 1 = half the normalised range.
@@ -60,6 +61,7 @@ class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     cameras: tuple[str, ...] = ()
     image_size: Count = 64
     latency_ms: Annotated[float, Meta(ge=0)] = 0.0
+    row_ms: Annotated[float, Meta(ge=0)] = 0.0
     latency_spread_ms: Annotated[float, Meta(ge=0)] = 0.0
     slow_every: CountOrZero = 0
     slow_ms: Annotated[float, Meta(ge=0)] = 0.0
@@ -109,7 +111,8 @@ class FakeModel:
             cameras=options.cameras,
         )
         self._runs = -options.grace_runs
-        self._share_s = 0.0  # of this run's latency, what each call spends
+        self._share_s = 0.0  # of this run's latency, what each call spends, its own computing included
+        self._spent_s = 0.0  # monotonic time at which the next call is to be done
 
     @classmethod
     def load(cls, config: ModelConfig) -> FakeModel:
@@ -134,7 +137,8 @@ class FakeModel:
         """Plan the motion from ``anchor`` [B, A]; the configured faults happen here."""
         on_phase("prefix")
         self._runs += 1
-        self._share_s = self._latency_ms() / 1e3 / (self.options.num_steps + 1)
+        self._share_s = self._latency_ms(len(inputs["anchor"])) / 1e3 / (self.options.num_steps + 1)
+        self._spent_s = time.monotonic()
         if self._runs > 0:
             self._go_wrong()
         self._spend()
@@ -227,10 +231,10 @@ class FakeModel:
         if o.fail_every and self._runs % o.fail_every == 0:
             raise RuntimeError(f"the fake model fails at run {self._runs}, as configured (fail_every)")
 
-    def _latency_ms(self) -> float:
-        """This run's, equal in every process: it depends on the number of the run alone."""
+    def _latency_ms(self, rows: int) -> float:
+        """This run's, equal in every process: it depends on the number of the run and its rows alone."""
         o = self.options
-        latency_ms = o.latency_ms
+        latency_ms = o.latency_ms + o.row_ms * (rows - 1)
         if o.latency_spread_ms:
             latency_ms += o.latency_spread_ms * np.random.Generator(np.random.Philox(key=self._runs % 2**64)).random()
         slow = o.slow_every and self._runs > 0 and self._runs % o.slow_every == 0
@@ -238,11 +242,11 @@ class FakeModel:
 
     def _spend(self) -> None:
         """This call's share of the latency."""
+        self._spent_s += self._share_s
         if not self.options.busy:
-            time.sleep(self._share_s)
+            time.sleep(max(0.0, self._spent_s - time.monotonic()))
             return
-        end = time.monotonic() + self._share_s
-        while time.monotonic() < end:
+        while time.monotonic() < self._spent_s:
             pass
 
 

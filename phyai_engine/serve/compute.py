@@ -1,8 +1,9 @@
-"""The one thread that owns the policy, and its mailbox of size 1."""
+"""The one thread that owns the policy, and its mailbox of one batch."""
 
 from __future__ import annotations
 
 import logging
+import statistics
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from phyai_engine.serve.protocol import Phase
 from phyai_engine.types import CancelToken, Chunk, ModelSpec, Refusal, Request
 
 _TEXT_LENGTH = 4000
+_TIMED = 5  # inferences per batch size: enough for a first estimate, which running batches mend
 _log = logging.getLogger(__name__)
 
 
@@ -39,19 +41,28 @@ class EnginePolicy(Protocol):
         """One result per request."""
         ...
 
-    def warm_up(self, count: int) -> Sequence[float]:
-        """Durations of ``count`` inferences at real shapes, in ms."""
+    def warm_up(self, count: int, rows: int = 1) -> Sequence[float]:
+        """Durations of ``count`` inferences of so many rows at real shapes, in ms."""
+        ...
+
+    def join(self, slot: int, robot: RobotConfig) -> None:
+        """Take requests with this slot from another robot; called in another thread than ``infer``."""
+        ...
+
+    def leave(self, slot: int) -> None:
+        """That robot is gone."""
         ...
 
 
-Load = Callable[[RobotConfig, ModelConfig], EnginePolicy]
+Load = Callable[..., EnginePolicy]
+"""(RobotConfig, ModelConfig), and the sizes of the batches that will come if more than one row ever does."""
 
 
-def load_policy_lazily(robot: RobotConfig, model: ModelConfig) -> EnginePolicy:
+def load_policy_lazily(robot: RobotConfig, model: ModelConfig, *batches: Sequence[int]) -> EnginePolicy:
     """The shipped ``load_policy``; imported here, in the compute thread, while heartbeats go on."""
     from phyai_engine.policy import load_policy  # noqa: PLC0415 - see above
 
-    return load_policy(robot, model)
+    return load_policy(robot, model, *batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,10 @@ class Work:
     token: CancelToken = field(default_factory=CancelToken)
     result: Chunk | Failure | None = None
 
+    def meant(self, slot: int, epoch: int) -> bool:
+        """True where a cancel of the slot up to ``epoch`` means it."""
+        return self.request.slot == slot and self.request.epoch <= epoch
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -80,6 +95,8 @@ class Ready:
     horizon: int = 0
     note: str = ""
     warm_up_ms: tuple[float, ...] = ()
+    batch_ms: tuple[tuple[int, float], ...] = ()
+    keeps_state: bool = False
     failure: Failure | None = None
 
 
@@ -87,45 +104,66 @@ class Compute:
     """Loads, warms up and runs a policy in one thread.
 
     :param post: takes every outcome; called in the compute thread.
-    :param action_dim: A of the robot, against which chunks are checked.
+    :param robot: of slot 0. Chunks are checked against its actions, those of other slots against theirs.
     """
 
-    def __init__(self, post: Callable[[Ready | Work], None], action_dim: int, threads: int) -> None:
-        self._post, self._action_dim, self._threads = post, action_dim, threads
+    def __init__(self, post: Callable[[Ready | Work], None], robot: RobotConfig, threads: int) -> None:
+        self._post, self._threads = post, threads
+        self._action_dims = {0: len(robot.actions)}
+        self._policy: EnginePolicy | None = None
         self._condition = threading.Condition()
-        self._queued: Work | None = None
-        self._current: Work | None = None
+        self._queued: list[Work] = []
+        self._current: list[Work] = []
         self._phase: Phase = "loading"
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def start(self, load: Callable[[], EnginePolicy], warm_up_count: int) -> None:
+    def start(self, load: Callable[[], EnginePolicy], warm_up_count: int, batches: Sequence[int] = ()) -> None:
         """Start the thread; it posts one Ready, then one Work per request put."""
-        self._thread = threading.Thread(target=self._run, args=(load, warm_up_count), name="phyai-compute", daemon=True)
+        arguments = load, warm_up_count, batches
+        self._thread = threading.Thread(target=self._run, args=arguments, name="phyai-compute", daemon=True)
         self._thread.start()
 
-    def put(self, work: Work) -> Work | None:
-        """Queue a request; the one it replaces is returned and will not be posted."""
+    def join(self, slot: int, robot: RobotConfig) -> None:
+        """Take requests of another robot.
+
+        :raises PhyaiError: it does not fit the model, or nothing is loaded yet.
+        """
+        if self._policy is None:
+            raise EngineError("no model is loaded yet", where=f"slot {slot}")
+        self._policy.join(slot, robot)
+        self._action_dims[slot] = len(robot.actions)
+
+    def leave(self, slot: int) -> None:
+        """Forget a robot; what still runs for it ends in an error or an answer."""
+        if self._policy is not None:
+            self._policy.leave(slot)
+        self._action_dims.pop(slot, None)
+
+    def put(self, batch: Sequence[Work]) -> list[Work]:
+        """Queue a batch; the one it replaces is returned and will not be posted."""
         with self._condition:
-            replaced, self._queued = self._queued, work
+            replaced, self._queued = self._queued, list(batch)
             self._condition.notify()
             return replaced
 
-    def cancel(self, epoch: int) -> Work | None:
-        """Mark the running request if its epoch is at most ``epoch``; drop and return a queued one."""
+    def cancel(self, slot: int, epoch: int) -> list[Work]:
+        """Mark running requests of the slot up to ``epoch``; drop and return the queued ones."""
         with self._condition:
-            if self._current is not None and self._current.request.epoch <= epoch:
-                self._current.token.cancel()
-            if self._queued is not None and self._queued.request.epoch <= epoch:
-                dropped, self._queued = self._queued, None
-                return dropped
-            return None
+            for work in self._current:
+                if work.meant(slot, epoch):
+                    work.token.cancel()
+            dropped = [work for work in self._queued if work.meant(slot, epoch)]
+            self._queued = [work for work in self._queued if work not in dropped]
+            return dropped
 
     def status(self) -> tuple[Phase, int, int]:
-        """Phase, and epoch and chunk_id of the running inference (0 when there is none)."""
+        """Phase, and epoch and chunk_id of the running inference, its first row's (0 when there is none)."""
         with self._condition:
-            request = self._current and self._current.request
-            return (self._phase, request.epoch, request.chunk_id) if request else (self._phase, 0, 0)
+            if not self._current:
+                return self._phase, 0, 0
+            request = self._current[0].request
+            return self._phase, request.epoch, request.chunk_id
 
     @property
     def died(self) -> bool:
@@ -136,16 +174,16 @@ class Compute:
         """Cancel what runs and join; False when the thread is still inside the policy."""
         with self._condition:
             self._stopping = True
-            self._queued = None
-            if self._current is not None:
-                self._current.token.cancel()
+            self._queued = []
+            for work in self._current:
+                work.token.cancel()
             self._condition.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return True
 
-    def _run(self, load: Callable[[], EnginePolicy], warm_up_count: int) -> None:
+    def _run(self, load: Callable[[], EnginePolicy], warm_up_count: int, batches: Sequence[int]) -> None:
         try:
             policy = load()
             # torch keeps its thread count per thread, so it is set here and not in main.
@@ -153,53 +191,65 @@ class Compute:
                 torch.set_num_threads(self._threads)
             self._set_phase("warming")
             warm_up_ms = tuple(float(ms) for ms in policy.warm_up(warm_up_count))
-            ready = Ready(policy.spec.horizon, policy.note, warm_up_ms)
+            measured = tuple((rows, statistics.median(policy.warm_up(_TIMED, rows))) for rows in batches)
+            ready = Ready(policy.spec.horizon, policy.note, warm_up_ms, measured, policy.spec.keeps_state)
         except BaseException as error:  # also SystemExit: a model must not end the engine silently
             self._post(Ready(failure=_failure(error)))
             return
+        self._policy = policy
         self._set_phase("idle")
         self._post(ready)
-        while (work := self._next()) is not None:
-            work.result = self._infer(policy, work)
+        while batch := self._next():
+            for work, result in zip(batch, self._infer(policy, batch), strict=True):
+                work.result = result
             with self._condition:
-                self._current, self._phase = None, "idle"
-            self._post(work)
+                self._current, self._phase = [], "idle"
+            for work in batch:
+                self._post(work)
 
     def _set_phase(self, phase: Phase) -> None:
         with self._condition:
             self._phase = phase
 
-    def _next(self) -> Work | None:
+    def _next(self) -> list[Work]:
+        """The next batch; empty when it is time to end."""
         with self._condition:
-            self._condition.wait_for(lambda: self._stopping or self._queued is not None)
+            self._condition.wait_for(lambda: self._stopping or bool(self._queued))
             if self._stopping:
-                return None
-            self._current, self._queued, self._phase = self._queued, None, "busy"
+                return []
+            self._current, self._queued, self._phase = self._queued, [], "busy"
             return self._current
 
-    def _infer(self, policy: EnginePolicy, work: Work) -> Chunk | Failure:
+    def _infer(self, policy: EnginePolicy, batch: Sequence[Work]) -> list[Chunk | Failure]:
+        """One result per row; what a row raises is that row's alone."""
         started_ns = time.monotonic_ns()
         try:
-            results = policy.infer([work.request], [work.token])
+            results = policy.infer([work.request for work in batch], [work.token for work in batch])
             inference_ms = (time.monotonic_ns() - started_ns) / 1e6
-            chunk = self._only_chunk(results, work.request, policy.spec.horizon)
+            if not isinstance(results, Sequence) or len(results) != len(batch):
+                wanted = f"{len(batch)} chunks"
+                raise EngineError("the policy gave not one result per request", got=repr(results)[:80], wanted=wanted)
         except BaseException as error:  # also SystemExit: the worker survives whatever the model raises
-            return _failure(error)
-        queue_ms = (started_ns - work.received_ns) / 1e6
-        timings = replace(chunk.timings, queue_ms=queue_ms)
-        if np.isnan(timings.inference_ms):
-            timings = replace(timings, inference_ms=inference_ms)
-        return replace(chunk, timings=timings)
+            return [_failure(error)] * len(batch)
+        answers: list[Chunk | Failure] = []
+        for work, result in zip(batch, results, strict=True):
+            try:
+                chunk = self._checked(result, work.request, policy.spec.horizon)
+            except Exception as error:
+                answers.append(_failure(error))
+                continue
+            timings = replace(chunk.timings, queue_ms=(started_ns - work.received_ns) / 1e6)
+            if np.isnan(timings.inference_ms):
+                timings = replace(timings, inference_ms=inference_ms)
+            answers.append(replace(chunk, timings=timings))
+        return answers
 
-    def _only_chunk(self, results: Sequence[Chunk | PhyaiError], request: Request, horizon: int) -> Chunk:
-        if not isinstance(results, Sequence) or len(results) != 1:
-            raise EngineError("the policy gave no single result", got=repr(results)[:80], wanted="[Chunk]")
-        chunk = results[0]
+    def _checked(self, chunk: Chunk | PhyaiError, request: Request, horizon: int) -> Chunk:
         if isinstance(chunk, PhyaiError):
             raise chunk
         if not isinstance(chunk, Chunk):
             raise EngineError("the policy gave no chunk", got=type(chunk).__name__, wanted="Chunk")
-        wanted = (horizon, self._action_dim)
+        wanted = (horizon, self._action_dims.get(request.slot, 0))
         if chunk.actions.shape != wanted or chunk.actions.dtype != np.float64:
             got = f"{chunk.actions.dtype} {list(chunk.actions.shape)}"
             raise EngineError("the chunk has the wrong form", got=got, wanted=f"float64 {list(wanted)}")

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -101,7 +101,8 @@ from phyai_engine.serve.worker import main
 main()
 """
 
-    def __init__(self, *, threads: int) -> None:
+    def __init__(self, *, threads: int, environment: Mapping[str, str] | None = None) -> None:
+        """:param environment: of the child; None: this process's own."""
         _sweep(Path(tempfile.gettempdir()))
         self._folder = tempfile.mkdtemp(prefix=f"phyai-{os.getpid()}-")  # mode 0700
         path = f"{self._folder}/engine"
@@ -124,6 +125,7 @@ main()
                 stdin=subprocess.PIPE,  # its end of file tells the child that we are gone
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                env=environment,
                 start_new_session=True,  # Ctrl-C is ours: we stop the robot first, then the child
             )
         except OSError as error:

@@ -7,8 +7,8 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from phyai_engine.errors import CancelledError, EngineError, PhyaiError
-from phyai_engine.types import Chunk, Request
+from phyai_engine.errors import CancelledError, EngineError, PhyaiError, RefusalError
+from phyai_engine.types import Chunk, Refusal, Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lost:
-    """The engine is gone: it ended, or its heartbeat expired. The last event of a client."""
+    """The engine is gone: it ended, or its heartbeat expired. The last event of a client whose engine is its own."""
 
     error: EngineError
 
@@ -53,6 +53,8 @@ class _Flight:
     request: Request
     submitted_ns: int
     sent_ns: int = 0
+    encode_ms: float = 0.0
+    repeated: bool = False
     settled: bool = False
 
     @property
@@ -64,10 +66,14 @@ class InFlight:
     """One mailbox, one request in flight, every submitted request ends in exactly one Answered or Failed.
 
     No call blocks: the lock is only ever held for a few assignments.
+
+    :param waits_for_cancelled: a cancelled request counts as in flight until the engine has let go of it. An engine
+        that serves many robots has its own order, and one that never answers must not hold the robot up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits_for_cancelled: bool = True) -> None:
         self._lock = threading.Lock()
+        self._waits_for_cancelled = waits_for_cancelled
         self._mailbox: _Flight | None = None
         self._flight: _Flight | None = None
         self._cancelled_epoch = -1
@@ -101,8 +107,9 @@ class InFlight:
                 self._fail(self._mailbox, _cancelled(self._mailbox.request), "cancelled")
                 self._mailbox = None
             if self._flight is not None and self._flight.request.epoch <= epoch:
-                # The slot stays taken until the engine has let go of it: still one in flight.
                 self._fail(self._flight, _cancelled(self._flight.request), "cancelled")
+                if not self._waits_for_cancelled:
+                    self._flight = None
 
     def take_cancel(self) -> int | None:
         """The epoch of a cancel that has not been sent yet."""
@@ -119,8 +126,27 @@ class InFlight:
             self._flight.sent_ns = time.monotonic_ns()
             return self._flight.request
 
-    def answered(self, chunk: Chunk) -> None:
-        """The engine answered; dropped and counted unless it is the answer to the request in flight."""
+    def sent(self, *, encode_ms: float) -> None:
+        """The request in flight was encoded; once more, where it had to be sent again."""
+        with self._lock:
+            if self._flight is not None:
+                self._flight.encode_ms += encode_ms
+
+    def again(self, epoch: int, chunk_id: int) -> Request | None:
+        """The request in flight, to be sent a second time; None for any other, one that is over, or a third time."""
+        with self._lock:
+            flight = self._flight
+            if flight is None or flight.ids != (epoch, chunk_id) or flight.settled or flight.repeated:
+                return None
+            flight.repeated = True
+            self._counters["repeated"] += 1
+            return flight.request
+
+    def answered(self, chunk: Chunk, *, decode_ms: float = 0.0, valid_ms: float = 0.0) -> None:
+        """The engine answered; dropped and counted unless it is the answer to the request in flight.
+
+        :param valid_ms: an answer that took longer must not be started any more; 0 = no limit.
+        """
         now_ns = time.monotonic_ns()
         with self._lock:
             flight = self._release(chunk.epoch, chunk.chunk_id)
@@ -129,8 +155,17 @@ class InFlight:
             timings = chunk.timings
             waited_ms = (flight.sent_ns - flight.submitted_ns) / 1e6
             round_trip_ms = (now_ns - flight.submitted_ns) / 1e6
+            if 0.0 < valid_ms < round_trip_ms:
+                got, wanted = f"after {round_trip_ms:.0f} ms", f"within {valid_ms:.0f} ms, the length of a chunk"
+                self._fail(flight, RefusalError(Refusal.EXHAUSTED, "the answer came", got=got, wanted=wanted), "late")
+                return
             queue_ms = timings.queue_ms + waited_ms
-            timings = replace(timings, queue_ms=queue_ms, transfer_ms=round_trip_ms - queue_ms - timings.inference_ms)
+            timings = replace(
+                timings,
+                queue_ms=queue_ms,
+                transfer_ms=round_trip_ms - queue_ms - timings.inference_ms,
+                serialise_ms=flight.encode_ms + decode_ms,
+            )
             self._counters["answered"] += 1
             self._queue(Answered(replace(chunk, timings=timings), flight.submitted_ns, now_ns, round_trip_ms))
 
@@ -145,9 +180,29 @@ class InFlight:
         """Something could not be encoded or read: whatever is in flight will not be answered."""
         with self._lock:
             self._counters["protocol_errors"] += 1
-            if self._flight is not None and not self._flight.settled:
-                self._fail(self._flight, error, "failed")
-            self._flight = None
+            self._drop_flight(error)
+
+    def unanswered(self, error: PhyaiError) -> None:
+        """The connection is gone: what is in flight will not be answered."""
+        with self._lock:
+            self._drop_flight(error)
+
+    def outdated(self, error: PhyaiError) -> None:
+        """What waits in the mailbox was asked too long ago to be sent."""
+        with self._lock:
+            if self._mailbox is not None:
+                self._fail(self._mailbox, error, "failed")
+                self._mailbox = None
+
+    def lost(self, error: EngineError) -> None:
+        """The engine is gone, but may come back: what is outstanding fails."""
+        with self._lock:
+            for flight in (self._flight, self._mailbox):
+                if flight is not None:
+                    self._fail(flight, error, "failed")
+            self._flight = self._mailbox = None
+            self._counters["lost"] += 1
+            self._queue(Lost(error))
 
     def close(self, error: PhyaiError, *, lost: bool) -> None:
         """End: what is outstanding fails with ``error``, and so does everything submitted from now on."""
@@ -156,7 +211,7 @@ class InFlight:
                 return
             self._closed = error
             for flight in (self._flight, self._mailbox):
-                if flight is not None and not flight.settled:
+                if flight is not None:
                     self._fail(flight, error, "closed" if lost else "cancelled")
             self._flight = self._mailbox = None
             if lost and isinstance(error, EngineError):
@@ -182,10 +237,10 @@ class InFlight:
             unannounced, self._unannounced = self._unannounced, False
             return unannounced
 
-    def count(self, name: str) -> None:
-        """Add one to a counter."""
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a counter."""
         with self._lock:
-            self._counters[name] += 1
+            self._counters[name] += n
 
     @property
     def counters(self) -> dict[str, int]:
@@ -203,6 +258,11 @@ class InFlight:
             self._counters["dropped_cancelled"] += 1
             return None
         return flight
+
+    def _drop_flight(self, error: PhyaiError) -> None:
+        if self._flight is not None:
+            self._fail(self._flight, error, "failed")
+        self._flight = None
 
     def _fail(self, flight: _Flight, error: PhyaiError, counter: str) -> None:
         if flight.settled:

@@ -3,10 +3,11 @@
 One message is a list of frames. Frame 0 is the header: one byte ``PROTOCOL_VERSION``, then msgpack of the
 typed message and of one :class:`ArraySpec` per following frame. Each following frame is one array:
 little-endian, row-major, no padding. Nothing is unpickled; every size is checked before anything of that size
-is allocated.
+is allocated. PROTOCOL.md has the conversation and what becomes of bad input; streams.py what the arrays hold.
 
-    client -> engine   Hello  RequestMessage  Cancel  Shutdown
-    engine -> client   HelloReply  Reply  ErrorReply  Heartbeat
+    client -> engine    Hello  RequestMessage  Cancel  Alive  Goodbye  StatusQuery
+    engine -> client    HelloReply  Reply  ErrorReply  Heartbeat  Goodbye  StatusReply
+    front -> replica    also  Join  Leave         replica -> front    also  JoinReply
 
 Durations travel, monotonic stamps do not: the two ends may be on different hosts.
 """
@@ -23,9 +24,9 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from phyai_engine.errors import ProtocolError
-from phyai_engine.types import Chunk, Committed, Observation, Refusal, Request, StageTimings
+from phyai_engine.types import Refusal, StageTimings
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEARTBEAT_S = 0.05
 MAX_FRAMES = 33  # a header and 32 arrays
 MAX_HEADER_BYTES = 1 << 20  # a hello carries the statistics of a wide robot: some tens of kB
@@ -35,14 +36,23 @@ MAX_TOTAL_BYTES = 256 << 20
 Buffer: TypeAlias = "bytes | memoryview"
 Array: TypeAlias = "NDArray[np.generic]"
 Count = Annotated[int, Meta(ge=0)]
+Key = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Text = Annotated[str, Meta(max_length=1 << 16)]
 Phase = Literal["loading", "warming", "idle", "busy"]
-ErrorKind = Literal["replaced", "cancelled", "failed", "protocol"]
+ErrorKind = Literal[
+    "replaced", "cancelled", "failed", "protocol", "overloaded", "keyframe", "duplicate", "unknown_session"
+]
 _WIRE_DTYPES: dict[str, np.dtype[np.generic]] = {
     "uint8": np.dtype("|u1"),
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
-_IMAGE = "image/"
+# Of either byte order; looked up by dtype, whose own .name takes 20 us to say.
+_NAMES: dict[np.dtype[np.generic], Literal["uint8", "float32", "float64"]] = {
+    np.dtype("u1"): "uint8",
+    **{np.dtype(order + "f4"): "float32" for order in "<>"},
+    **{np.dtype(order + "f8"): "float64" for order in "<>"},
+}
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
@@ -50,17 +60,29 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, ta
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """First message of a client.
+    """First message of a client: what it drives and expects. Whatever does not fit is refused with the reason.
 
-    :param robot, model: RobotConfig and ModelConfig as plain values; the engine checks them like files.
-    :param parent_pid: process of the client.
-    :param warm_up_count: inferences at real shapes before the engine answers.
+    :param robot: RobotConfig as plain values, checked like a file: id, state and actions by name, dt, cameras.
+    :param model: ModelConfig likewise, for an engine to load; or the name of one that a server has loaded.
+    :param robot_id: of the session, unique among a server's robots; empty: the robot file's.
+    :param parent_pid: process of the client; 0 where it is no parent.
+    :param warm_up_count: inferences at real shapes before a loading engine answers.
+    :param batches: sizes of the batches to get ready for, by an engine that loads; empty: one request at a time.
+    :param horizon: the H that the client counts on; 0 = any. :param statistics: likewise the id of the model's
+        normalisation (:func:`phyai_engine.serve.streams.statistics_id`); empty = any.
+    :param instance: a number that this client drew when it started. A second hello of a robot takes its session over
+        only with the same number; with another the robot id is in use.
     """
 
     robot: dict[str, Any]
-    model: dict[str, Any]
-    parent_pid: Count
+    model: dict[str, Any] | str
+    robot_id: Annotated[str, Meta(max_length=128)] = ""
+    parent_pid: Count = 0
     warm_up_count: Annotated[int, Meta(ge=0, le=100)] = 3
+    batches: Annotated[tuple[Annotated[int, Meta(ge=1, le=1024)], ...], Meta(max_length=24)] = ()
+    horizon: Count = 0
+    statistics: Annotated[str, Meta(max_length=128)] = ""
+    instance: Key = 0
 
 
 class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +93,12 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     :param warm_up_ms: one value per warm-up.
     :param versions: component -> version text.
     :param rtc_max_delay: d_max, the longest delay that the guidance can continue, steps; 0 = no limit of its own.
+    :param heartbeat_s: time between its signs of life. :param expiry_s: silence of a client after which its session
+        ends; 0 = never.
+    :param batch_ms: measured (rows, ms) of a batch, per size of ``Hello.batches``.
+    :param keeps_state: the model remembers a robot between requests.
+    :param statistics: id of the model's normalisation. :param boot: drawn when the engine started: another one means
+        that it was restarted.
     """
 
     horizon: Annotated[int, Meta(ge=1)]
@@ -81,13 +109,43 @@ class EngineHello(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     pid: Count
     versions: dict[str, str]
     rtc_max_delay: Count = 0
+    heartbeat_s: Annotated[float, Meta(gt=0)] = HEARTBEAT_S
+    expiry_s: Annotated[float, Meta(ge=0)] = 0.0
+    batch_ms: tuple[tuple[Count, float], ...] = ()
+    statistics: str = ""
+    boot: Key = 0
+    keeps_state: bool = False
 
 
 class HelloReply(_Message, frozen=True, tag="hello_reply"):
-    """Answer to Hello: accepted when ``engine`` is there, else ``reason`` says why not."""
+    """Answer to Hello: accepted when ``engine`` is there, else ``reason`` says why not.
+
+    :param retry_s: of a refusal that may pass by itself: when to say hello again; 0 = it will not.
+    """
 
     engine: EngineHello | None = None
     reason: str = ""
+    retry_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Join(_Message, frozen=True, tag="join"):
+    """Front to replica: requests with this ``slot`` come from this robot. Answered by JoinReply."""
+
+    slot: Annotated[int, Meta(ge=1)]
+    robot: dict[str, Any]
+
+
+class JoinReply(_Message, frozen=True, tag="join_reply"):
+    """A slot can be used; or cannot, for ``reason``."""
+
+    slot: Count
+    reason: str = ""
+
+
+class Leave(_Message, frozen=True, tag="leave"):
+    """Front to replica: the slot's robot is gone."""
+
+    slot: Annotated[int, Meta(ge=1)]
 
 
 class CommittedSteps(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,32 +156,67 @@ class CommittedSteps(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class RequestMessage(_Message, frozen=True, tag="request"):
-    """One inference request. Arrays: ``image/<camera>``, ``state``, ``velocity`` and, if any, ``committed``.
+    """One inference request. Arrays: ``image/<camera>`` or ``jpeg/<camera>``, ``state`` and, if any, ``committed``.
 
+    A stream (``instruction``, ``image/<camera>``) whose content is here defines its key, and the engine keeps the
+    newest; one whose content is not here is what the key meant before. An engine that does not hold it answers
+    ``keyframe``.
+
+    :param remaining_ms: until the handoff, when this was sent; what the network takes back is the engine's allowance.
     :param capture_age_ns: age of the oldest sample at the snapshot.
+    :param keys: stream -> key; empty where everything is here and nothing is to be kept.
+    :param slot: whose request it is, between front and replica.
+    :param rows_left: requests of the same batch that follow.
     """
 
     epoch: Count
     chunk_id: Count
     seed: Count
     remaining_ms: float
-    instruction: str
     oldest_ros_ns: int
     newest_ros_ns: int
     capture_age_ns: int
+    instruction: Text | None = None
     committed: CommittedSteps | None = None
+    keys: Annotated[dict[str, Key], Meta(max_length=MAX_FRAMES)] = msgspec.field(default_factory=dict)
+    slot: Count = 0
+    rows_left: Count = 0
+
+
+class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How busy a server is as it answers.
+
+    :param queued: requests that wait. :param rows: of the batch this answer was in. :param predicted_ms: what a request
+        that came now would take.
+    """
+
+    robots: Count
+    queued: Count
+    rows: Count
+    predicted_ms: float
 
 
 class Reply(_Message, frozen=True, tag="reply"):
-    """A finished inference. Array: ``actions``."""
+    """A finished inference. Array: ``actions``.
+
+    :param valid_ms: after this long from the snapshot the chunk must not be started; 0 = no limit.
+    :param load: of a server.
+    """
 
     epoch: Count
     chunk_id: Count
     timings: StageTimings
+    valid_ms: Annotated[float, Meta(ge=0)] = 0.0
+    load: ServerLoad | None = None
+    slot: Count = 0
 
 
 class ErrorReply(_Message, frozen=True, tag="error_reply"):
     """A request that got no chunk. For ``protocol`` the ids are 0: the message could not be read.
+
+    ``overloaded``: at once, where the answer would come too late. ``keyframe``: send it again, whole. ``duplicate``:
+    its chunk_id does not grow. ``unknown_session``: say hello first, or again (the server restarted, or the session
+    expired).
 
     :param refusal: code of a RefusalError, so that the node can count it under its own name; else NONE.
     """
@@ -134,27 +227,48 @@ class ErrorReply(_Message, frozen=True, tag="error_reply"):
     refusal: Refusal = Refusal.NONE
     epoch: Count = 0
     chunk_id: Count = 0
+    slot: Count = 0
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
-    """Cancel every request whose epoch is at most ``epoch``."""
+    """Cancel every request of the slot whose epoch is at most ``epoch``."""
 
     epoch: Count
+    slot: Count = 0
 
 
 class Heartbeat(_Message, frozen=True, tag="heartbeat"):
-    """Sent every ``HEARTBEAT_S`` by the engine's I/O thread; the ids are of the running inference, else 0."""
+    """Sent every ``heartbeat_s`` by the engine's I/O; the ids are of the client's running inference, else 0."""
 
     phase: Phase
     epoch: Count = 0
     chunk_id: Count = 0
 
 
-class Shutdown(_Message, frozen=True, tag="shutdown"):
-    """The engine is to end."""
+class Alive(_Message, frozen=True, tag="alive"):
+    """A client with nothing else to say; every message of its counts as a sign of life."""
 
 
-Message: TypeAlias = "Hello | HelloReply | RequestMessage | Reply | ErrorReply | Cancel | Heartbeat | Shutdown"
+class Goodbye(_Message, frozen=True, tag="goodbye"):
+    """Ends a session, from either end; a local engine ends with its client's. A server sends it before it drains."""
+
+    reason: Text = ""
+
+
+class StatusQuery(_Message, frozen=True, tag="status_query"):
+    """Asks a server how it does; needs no session."""
+
+
+class StatusReply(_Message, frozen=True, tag="status_reply"):
+    """Lines of name and value, for people to read."""
+
+    lines: tuple[tuple[str, str], ...]
+
+
+Message: TypeAlias = (
+    "Hello | HelloReply | Join | JoinReply | Leave | RequestMessage | Reply | ErrorReply | Cancel | Heartbeat | Alive"
+    " | Goodbye | StatusQuery | StatusReply"
+)
 
 
 class ArraySpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,8 +298,26 @@ class ArraySpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class _Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    message: Hello | HelloReply | RequestMessage | Reply | ErrorReply | Cancel | Heartbeat | Shutdown
+    message: (
+        Hello
+        | HelloReply
+        | Join
+        | JoinReply
+        | Leave
+        | RequestMessage
+        | Reply
+        | ErrorReply
+        | Cancel
+        | Heartbeat
+        | Alive
+        | Goodbye
+        | StatusQuery
+        | StatusReply
+    )
     arrays: tuple[ArraySpec, ...] = ()
+
+
+_DECODER = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(message: Message, arrays: Mapping[str, Array] | None = None) -> list[Buffer]:
@@ -200,14 +332,14 @@ def encode(message: Message, arrays: Mapping[str, Array] | None = None) -> list[
     specs: list[ArraySpec] = []
     frames: list[Buffer] = []
     for name, array in arrays.items():
-        wire = _WIRE_DTYPES.get(array.dtype.name)
-        if wire is None:
+        dtype = _NAMES.get(array.dtype)
+        if dtype is None:
             raise ProtocolError(
                 f"array {name!r} cannot travel", got=array.dtype, wanted=f"one of {', '.join(_WIRE_DTYPES)}"
             )
         # ascontiguousarray turns a 0-d array into a 1-d one; the spec keeps the shape of the array given.
-        flat = np.ascontiguousarray(array, dtype=wire).reshape(-1)
-        spec = ArraySpec(name=name, dtype=array.dtype.name, shape=array.shape)  # type: ignore[arg-type]
+        flat = np.ascontiguousarray(array, dtype=_WIRE_DTYPES[dtype]).reshape(-1)
+        spec = ArraySpec(name=name, dtype=dtype, shape=array.shape)
         if not flat.size:  # the others are bounded by the lengths of their frames
             spec.check_extent()
         specs.append(spec)
@@ -240,7 +372,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, dict[str, Array]]:
             do="Run the same phyai_engine version at both ends.",
         )
     try:
-        header = msgspec.msgpack.decode(memoryview(frames[0])[1:], type=_Header)
+        header = _DECODER.decode(memoryview(frames[0])[1:])
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
         raise ProtocolError(f"the header does not follow the schema: {error}") from None
     if len(header.arrays) != len(frames) - 1:
@@ -271,98 +403,3 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
     ):
         if got > cap:
             raise ProtocolError(what, got=f"{got} bytes", wanted=f"at most {cap}")
-
-
-def request_to_wire(request: Request) -> tuple[RequestMessage, dict[str, Array]]:
-    """Request -> message and arrays; the inverse of :func:`request_from_wire`."""
-    seen, committed = request.observation, request.committed
-    steps = None
-    if committed is not None:
-        steps = CommittedSteps(delay_steps=committed.delay_steps, execution_steps=committed.execution_steps)
-    message = RequestMessage(
-        epoch=request.epoch,
-        chunk_id=request.chunk_id,
-        seed=request.seed,
-        remaining_ms=request.remaining_ms,
-        instruction=seen.instruction,
-        oldest_ros_ns=seen.oldest_ros_ns,
-        newest_ros_ns=seen.newest_ros_ns,
-        capture_age_ns=seen.snapshot_mono_ns - seen.capture_mono_ns,
-        committed=steps,
-    )
-    arrays: dict[str, Array] = {_IMAGE + camera: image for camera, image in seen.images.items()}
-    arrays["state"], arrays["velocity"] = seen.state, seen.velocity
-    if committed is not None:
-        arrays["committed"] = committed.actions
-    return message, arrays
-
-
-def request_from_wire(message: RequestMessage, arrays: Mapping[str, Array], *, now_mono_ns: int) -> Request:
-    """Message and arrays -> Request.
-
-    The monotonic times of the observation become times of this host: the snapshot is put at ``now_mono_ns``.
-
-    :raises ProtocolError: an array is missing, unknown, or has the wrong type or rank.
-    """
-    rest = dict(arrays)
-    images = {name[len(_IMAGE) :]: _take(rest, name, np.uint8, 3) for name in arrays if name.startswith(_IMAGE)}
-    for camera, image in images.items():
-        if image.shape[2] != 3 or image.size == 0:
-            raise ProtocolError(f"image {camera!r} has the wrong shape", got=list(image.shape), wanted="[h, w, 3]")
-    state, velocity = _take(rest, "state", np.float64, 1), _take(rest, "velocity", np.float64, 1)
-    if state.shape != velocity.shape:
-        raise ProtocolError("velocity has another length than state", got=velocity.size, wanted=state.size)
-    committed = None
-    if message.committed is not None:
-        committed = Committed(
-            actions=_take(rest, "committed", np.float64, 2),
-            delay_steps=message.committed.delay_steps,
-            execution_steps=message.committed.execution_steps,
-        )
-    _refuse_rest(rest)
-    observation = Observation(
-        images=images,
-        state=state,
-        velocity=velocity,
-        instruction=message.instruction,
-        oldest_ros_ns=message.oldest_ros_ns,
-        newest_ros_ns=message.newest_ros_ns,
-        capture_mono_ns=now_mono_ns - message.capture_age_ns,
-        snapshot_mono_ns=now_mono_ns,
-    )
-    return Request(message.epoch, message.chunk_id, observation, committed, message.seed, message.remaining_ms)
-
-
-def chunk_to_wire(chunk: Chunk) -> tuple[Reply, dict[str, Array]]:
-    """Chunk -> message and arrays; the inverse of :func:`chunk_from_wire`."""
-    message = Reply(epoch=chunk.epoch, chunk_id=chunk.chunk_id, timings=chunk.timings)
-    return message, {"actions": chunk.actions}
-
-
-def chunk_from_wire(message: Reply, arrays: Mapping[str, Array]) -> Chunk:
-    """Message and arrays -> Chunk; finiteness and envelope are the handoff's to judge.
-
-    :raises ProtocolError: ``actions`` is missing, not float64 [H, A], or something else came along.
-    """
-    rest = dict(arrays)
-    actions = _take(rest, "actions", np.float64, 2)
-    _refuse_rest(rest)
-    return Chunk(message.epoch, message.chunk_id, actions, message.timings)
-
-
-def _take(rest: dict[str, Array], name: str, dtype: type[np.generic], rank: int) -> NDArray[Any]:
-    array = rest.pop(name, None)
-    if array is None:
-        raise ProtocolError(f"array {name!r} is missing")
-    if array.dtype != dtype or array.ndim != rank:
-        raise ProtocolError(
-            f"array {name!r} has the wrong form",
-            got=f"{array.dtype} of rank {array.ndim}",
-            wanted=f"{np.dtype(dtype)} of rank {rank}",
-        )
-    return array
-
-
-def _refuse_rest(rest: Mapping[str, Array]) -> None:
-    if rest:
-        raise ProtocolError(f"unknown arrays {', '.join(map(repr, rest))}")

@@ -27,22 +27,27 @@ def prepare(socket: zmq.Socket[bytes]) -> None:
 def received(socket: zmq.Socket[bytes]) -> Iterator[list[memoryview]]:
     """The messages that have come, as frames that were not copied; bounded, so that a peer that floods gets no more
     than its turn."""
+    for frames in received_frames(socket):
+        yield [frame.buffer for frame in frames]
+
+
+def received_frames(socket: zmq.Socket[bytes]) -> Iterator[list[Any]]:
+    """As :func:`received`, as zmq.Frame: they tell whose connection they came over."""
     for _ in range(_BURST):
         if (frames := _receive(socket)) is None:
             return
         yield frames
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
-    try:
-        frame: Any = socket.recv(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
+def _receive(socket: zmq.Socket[bytes]) -> list[Any] | None:
+    if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # a tenth of what raising zmq.Again costs
         return None
-    frames = [frame.buffer]
+    frame: Any = socket.recv(zmq.NOBLOCK, copy=False)
+    frames = [frame]
     while frame.more:
         frame = socket.recv(copy=False)  # libzmq delivers all parts of a message or none: this does not block
         if len(frames) <= MAX_FRAMES + 1:  # one more than allowed is kept, so that decode refuses the message
-            frames.append(frame.buffer)
+            frames.append(frame)
     return frames
 
 

@@ -22,38 +22,42 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import zmq
 
 from phyai_engine import __version__, config
 from phyai_engine.config import ModelConfig, RobotConfig
-from phyai_engine.errors import EngineError, PhyaiError, ProtocolError
+from phyai_engine.errors import EngineError, KeyframeError, PhyaiError, ProtocolError
 from phyai_engine.robot_check import check_robot
 from phyai_engine.serve.compute import Compute, Load, Ready, Work, load_policy_lazily
 from phyai_engine.serve.host import TRACE_SIGNAL
 from phyai_engine.serve.protocol import (
     HEARTBEAT_S,
+    Alive,
     Array,
     Cancel,
     EngineHello,
+    ErrorKind,
     ErrorReply,
+    Goodbye,
     Heartbeat,
     Hello,
     HelloReply,
+    Join,
+    JoinReply,
+    Leave,
     Message,
     RequestMessage,
-    Shutdown,
-    chunk_to_wire,
     decode,
     encode,
-    request_from_wire,
 )
 from phyai_engine.serve.sockets import Wake, prepare, received
-from phyai_engine.types import Chunk
+from phyai_engine.serve.streams import KeptStreams, chunk_to_wire, request_from_wire, statistics_id
+from phyai_engine.types import Chunk, Request
 
 _JOIN_S = 0.4  # below half of the client's default stop bound
+_MAX_ROWS = 1024  # of a batch: what a peer that never ends one may have waiting here
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 500  # of 1000
 _log = logging.getLogger(__name__)
@@ -66,7 +70,7 @@ def serve(
     load: Load | None = None,
     threads: int = 1,
 ) -> bool:
-    """Serve one client until it sends Shutdown.
+    """Serve one client until it says goodbye.
 
     :param endpoint: address to bind.
     :param context: shared with the client for ``inproc://``; None makes one.
@@ -94,15 +98,17 @@ class _Worker:
         self._socket, self._wake, self._load, self._threads = socket, wake, load, threads
         self._peer: bytes | None = None
         self._robot: RobotConfig | None = None
-        self._rtc_max_delay = 0
+        self._model: ModelConfig | None = None
+        self._kept = KeptStreams(())
+        self._rows: list[Work] = []  # of a batch whose last row has not come yet
         self._compute: Compute | None = None
         self._outcomes: collections.deque[Ready | Work] = collections.deque()
         self._ready = False
-        self._cancelled_epoch = -1
+        self._cancelled: dict[int, int] = {}  # slot -> epoch
         self._running = True
 
     def run(self) -> bool:
-        """Loop until Shutdown; True when the compute thread has ended."""
+        """Loop until the goodbye; True when the compute thread has ended."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -142,10 +148,14 @@ class _Worker:
             elif isinstance(message, RequestMessage):
                 self._on_request(peer, message, arrays)
             elif isinstance(message, Cancel):
-                self._on_cancel(peer, message.epoch)
-            elif isinstance(message, Shutdown):
+                self._on_cancel(peer, message.slot, message.epoch)
+            elif isinstance(message, Join):
+                self._on_join(peer, message)
+            elif isinstance(message, Leave):
+                self._on_leave(message.slot)
+            elif isinstance(message, Goodbye):
                 self._running = False
-            else:
+            elif not isinstance(message, Alive):
                 raise ProtocolError("not a client's message", got=type(message).__name__)
         except ProtocolError as error:
             self._send(peer, ErrorReply(reason="protocol", error_type=type(error).__name__, text=str(error)))
@@ -158,13 +168,36 @@ class _Worker:
         try:
             robot = config.convert(hello.robot, RobotConfig, where="hello: robot")
             check_robot(robot, where="hello: robot")
+            if isinstance(hello.model, str):
+                raise EngineError("this engine has loaded no model yet", got=f"the name {hello.model!r}")
             model = config.convert(hello.model, ModelConfig, where="hello: model")
         except PhyaiError as error:
             self._send(peer, HelloReply(reason=str(error)))
             return
-        self._robot, self._rtc_max_delay = robot, model.rtc.guide.max_delay
-        self._compute = Compute(self._post, len(robot.actions), self._threads)
-        self._compute.start(lambda: self._load(robot, model), hello.warm_up_count)
+        self._robot, self._model = robot, model
+        self._kept = KeptStreams([camera.name for camera in robot.cameras])
+        self._compute = Compute(self._post, robot, self._threads)
+        batches = (hello.batches,) if hello.batches else ()
+        self._compute.start(lambda: self._load(robot, model, *batches), hello.warm_up_count, hello.batches)
+
+    def _on_join(self, peer: bytes, join: Join) -> None:
+        """In this thread: an adapter is numpy alone, and the compute thread is to go on with its batches."""
+        try:
+            robot = config.convert(join.robot, RobotConfig, where="join: robot")
+            check_robot(robot, where="join: robot")
+            if self._compute is None or not self._ready:
+                raise ProtocolError("a join before the hello was answered")
+            self._compute.join(join.slot, robot)
+        except PhyaiError as error:
+            self._send(peer, JoinReply(slot=join.slot, reason=str(error)))
+        else:
+            self._cancelled.pop(join.slot, None)
+            self._send(peer, JoinReply(slot=join.slot))
+
+    def _on_leave(self, slot: int) -> None:
+        if self._compute is not None:
+            self._compute.leave(slot)
+        self._cancelled.pop(slot, None)
 
     def _post(self, outcome: Ready | Work) -> None:
         self._outcomes.append(outcome)
@@ -174,30 +207,48 @@ class _Worker:
         now_ns = time.monotonic_ns()
         if self._compute is None or not self._ready:
             raise ProtocolError("a request before the hello was answered")
-        work = Work(request_from_wire(message, arrays, now_mono_ns=now_ns), now_ns)
-        if message.epoch <= self._cancelled_epoch:
-            self._refuse(peer, work, "cancelled")
-        elif (replaced := self._compute.put(work)) is not None:
-            self._refuse(peer, replaced, "replaced")
+        try:
+            if message.keys:  # a front has made its requests whole
+                message, arrays = self._kept.whole(message, arrays)
+            work = Work(request_from_wire(message, arrays, now_mono_ns=now_ns), now_ns)
+        except ProtocolError as error:  # of this row alone: the others of the batch run
+            self._refuse(peer, message, "keyframe" if isinstance(error, KeyframeError) else "protocol", str(error))
+        else:
+            if message.epoch <= self._cancelled.get(message.slot, -1):
+                self._refuse(peer, message, "cancelled")
+            else:
+                self._rows.append(work)
+        if self._rows and (message.rows_left == 0 or len(self._rows) >= _MAX_ROWS):
+            batch, self._rows = self._rows, []
+            for replaced in self._compute.put(batch):
+                self._refuse(peer, replaced.request, "replaced")
 
-    def _on_cancel(self, peer: bytes, epoch: int) -> None:
-        self._cancelled_epoch = max(self._cancelled_epoch, epoch)
-        if self._compute is not None and (dropped := self._compute.cancel(epoch)) is not None:
-            self._refuse(peer, dropped, "cancelled")
+    def _on_cancel(self, peer: bytes, slot: int, epoch: int) -> None:
+        self._cancelled[slot] = max(self._cancelled.get(slot, -1), epoch)
+        for dropped in self._compute.cancel(slot, epoch) if self._compute is not None else ():
+            self._refuse(peer, dropped.request, "cancelled")
 
-    def _refuse(self, peer: bytes, work: Work, reason: Any) -> None:
-        epoch, chunk_id = work.request.epoch, work.request.chunk_id
-        text = f"the request was {reason}"
-        self._send(peer, ErrorReply(reason=reason, error_type="", text=text, epoch=epoch, chunk_id=chunk_id))
+    def _refuse(self, peer: bytes, request: Request | RequestMessage, reason: ErrorKind, text: str = "") -> None:
+        self._send(
+            peer,
+            ErrorReply(
+                reason=reason,
+                error_type="",
+                text=text or f"the request was {reason}",
+                epoch=request.epoch,
+                chunk_id=request.chunk_id,
+                slot=request.slot,
+            ),
+        )
 
     def _on_outcome(self, outcome: Ready | Work) -> None:
         assert self._peer is not None
         if isinstance(outcome, Ready):
             self._on_ready(self._peer, outcome)
-        elif outcome.token.cancelled or outcome.request.epoch <= self._cancelled_epoch:
-            self._refuse(self._peer, outcome, "cancelled")
+        elif outcome.token.cancelled or outcome.request.epoch <= self._cancelled.get(outcome.request.slot, -1):
+            self._refuse(self._peer, outcome.request, "cancelled")
         elif isinstance(outcome.result, Chunk):
-            self._send(self._peer, *chunk_to_wire(outcome.result))
+            self._send(self._peer, *chunk_to_wire(outcome.result, slot=outcome.request.slot))
         else:
             assert outcome.result is not None
             self._send(
@@ -209,6 +260,7 @@ class _Worker:
                     refusal=outcome.result.refusal,
                     epoch=outcome.request.epoch,
                     chunk_id=outcome.request.chunk_id,
+                    slot=outcome.request.slot,
                 ),
             )
 
@@ -219,6 +271,7 @@ class _Worker:
             self._compute = None  # its thread has ended; the client may say hello with another configuration
             return
         assert self._robot is not None
+        assert self._model is not None
         self._ready = True
         engine = EngineHello(
             horizon=ready.horizon,
@@ -228,7 +281,10 @@ class _Worker:
             warm_up_ms=ready.warm_up_ms,
             pid=os.getpid(),
             versions=_versions(),
-            rtc_max_delay=self._rtc_max_delay,
+            rtc_max_delay=self._model.rtc.guide.max_delay,
+            batch_ms=ready.batch_ms,
+            keeps_state=ready.keeps_state,
+            statistics=statistics_id(self._model.normalisation),
         )
         self._send(peer, HelloReply(engine=engine))
 

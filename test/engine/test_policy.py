@@ -86,7 +86,7 @@ def test_a_chunk_carries_its_request_its_actions_in_robot_units_and_its_stages()
     np.testing.assert_allclose(chunk.actions[0], [1.0, -0.5], atol=1e-5)
     t = chunk.timings
     assert t.prefix_ms >= 4
-    assert t.denoise_ms >= 16
+    assert t.prefix_ms + t.denoise_ms >= 20
     assert 0 < t.encode_ms + t.prefix_ms + t.denoise_ms + t.decode_ms <= t.inference_ms
     assert np.isnan([t.queue_ms, t.transfer_ms]).all()
 

@@ -14,6 +14,7 @@ from phyai_engine.config import ModelConfig, Normalisation, load_robot, resolve
 from phyai_engine.errors import ConfigError, ProtocolError
 from phyai_engine.policy import load_policy
 from phyai_engine.serve import protocol as wire
+from phyai_engine.serve import streams
 from phyai_engine.types import (
     AbortCause,
     Chunk,
@@ -46,10 +47,10 @@ def fake_model(**options: Any) -> ModelConfig:
 
 def over_the_wire(chunk: Chunk) -> Chunk:
     """The chunk as a client reads it from the engine's process."""
-    frames = [bytes(frame) for frame in wire.encode(*wire.chunk_to_wire(chunk))]
+    frames = [bytes(frame) for frame in wire.encode(*streams.chunk_to_wire(chunk))]
     message, arrays = wire.decode(frames)
     assert isinstance(message, wire.Reply)
-    return wire.chunk_from_wire(message, arrays)
+    return streams.chunk_from_wire(message, arrays)
 
 
 # -- order and width -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Both launch files, run for real: processes, lifecycle, signals, exit codes. What is seen is seen over ROS.
+"""The launch files, run for real: processes, lifecycle, signals, exit codes. What is seen is seen over ROS.
 
 launch and launch_ros are on no package registry. To run these tests beside ROS from wheels, put the public sources of
 github.com/ros2/launch and github.com/ros2/launch_ros on PYTHONPATH (folders launch/launch, launch/launch_xml,
@@ -48,6 +48,7 @@ from rclpy.parameter import parameter_value_to_python
 from rclpy.qos import DurabilityPolicy, QoSProfile, qos_profile_sensor_data
 from rclpy.signals import SignalHandlerOptions
 from sensor_msgs.msg import Image, JointState
+from std_msgs.msg import Bool
 from std_srvs.srv import Trigger
 
 from phyai_engine.config import load_robot, resolve
@@ -55,7 +56,7 @@ from phyai_engine.config import load_robot, resolve
 pytestmark = pytest.mark.ros
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-POLICY, DEMO = LAUNCH / "policy.launch.py", LAUNCH / "demo.launch.py"
+POLICY, DEMO, FLEET = (LAUNCH / f"{name}.launch.py" for name in ("policy", "demo", "fleet"))
 PROFILE = LAUNCH.parent / "config" / "fastdds.xml"
 PROFILE_VARIABLES = ("FASTRTPS_DEFAULT_PROFILES_FILE", "FASTDDS_DEFAULT_PROFILES_FILE")
 LATCHED = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
@@ -77,20 +78,6 @@ included = IncludeLaunchDescription(
 )
 service.include_launch_description(LaunchDescription([included]))
 sys.exit(service.run())
-"""
-
-FLEET = f"""
-from launch import LaunchDescription
-from launch.actions import GroupAction, IncludeLaunchDescription
-from launch.launch_description_sources import PythonLaunchDescriptionSource
-
-def one(namespace):
-    arguments = {{"robot": "arm7", "model": "fake", "engine": "thread", "namespace": namespace}}.items()
-    policy = PythonLaunchDescriptionSource({str(POLICY)!r})
-    return GroupAction([IncludeLaunchDescription(policy, launch_arguments=arguments)])
-
-def generate_launch_description():
-    return LaunchDescription([one("left"), one("cell/right")])
 """
 
 
@@ -398,13 +385,17 @@ def test_what_cannot_work_ends_with_a_reason(
 
 
 @pytest.mark.fault(44)
-def test_two_robots_in_one_domain(world: World, tmp_path: Path) -> None:
-    fleet = tmp_path / "fleet.launch.py"
-    fleet.write_text(FLEET)
+def test_two_robots_in_one_domain_and_one_fleet_stop(world: World, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(yaml.safe_dump({"left": {"instruction": "wave"}, "cell/right": None}))
     left, right = world.peer("left"), world.peer("cell/right")
-    launched = world.launch(fleet)
+    launched = world.launch(FLEET, f"fleet:={fleet}", *FAKE)
     world.until(lambda: left.acting() and right.acting())
     assert left.state() == right.state() == State.PRIMARY_STATE_ACTIVE
+    asked = GetParameters.Request(names=["instruction", "fleet_stop_topic"])
+    given = {p: p.call(GetParameters, "policy_node/get_parameters", asked).values for p in (left, right)}
+    assert [parameter_value_to_python(v) for v in given[left]] == ["wave", "/fleet_stop"]
+    assert [parameter_value_to_python(v) for v in given[right]] == ["", "/fleet_stop"]
     assert left.call(Trigger, "policy_node/abort", Trigger.Request()).success
     when = time.monotonic()
     world.until(lambda: left.statuses[-1].safety_state == PolicyStatus.SAFETY_LATCHED)
@@ -416,8 +407,53 @@ def test_two_robots_in_one_domain(world: World, tmp_path: Path) -> None:
     own = {name for name in names if "policy" in name or "joint" in name or "image" in name}
     assert own
     assert all(name.startswith(("/left/", "/cell/right/")) for name in own), own
+
+    assert left.call(Trigger, "policy_node/rearm", Trigger.Request()).success
+    left.steps.clear()
+    world.until(left.acting)
+    stop = left.node.create_publisher(Bool, "/fleet_stop", LATCHED)
+    world.until(lambda: stop.get_subscription_count() >= 2)
+    stop.publish(Bool(data=True))
+    for peer in (left, right):
+        world.until(lambda peer=peer: peer.statuses[-1].safety_state == PolicyStatus.SAFETY_LATCHED)
+        assert peer.statuses[-1].abort_cause == PolicyStatus.ABORT_FLEET_STOP
+        assert not peer.call(Trigger, "policy_node/rearm", Trigger.Request()).success
     launched.interrupt()
     assert world.exit_code(launched) == 0, launched.text()
+
+
+def test_a_robot_that_fails_leaves_the_others_alone(world: World, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(yaml.safe_dump({"lame": {"model": "fak"}, "sound": {}}))
+    sound = world.peer("sound")
+    launched = world.launch(FLEET, f"fleet:={fleet}", *FAKE)
+    world.until(sound.acting)
+    world.until(lambda: "could not be configured" in launched.text())
+    os.kill(launched.pids("policy_node")[0], signal.SIGKILL)
+    world.until(lambda: "ended with exit code -9" in launched.text())
+    sound.steps.clear()
+    world.until(sound.acting)
+    launched.interrupt()
+    assert world.exit_code(launched) == 0, launched.text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fleet:=left,left",), "each once"),
+        (("fleet:=left,right", "fleet_stop_topic:=stop"), "must begin with /"),
+        (("fleet:=FILE",), "fleet_stop_topic cannot differ"),
+    ],
+    ids=["twice", "relative_stop", "own_stop"],
+)
+def test_a_fleet_that_could_not_be_stopped_as_one_is_refused(
+    world: World, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(yaml.safe_dump({"left": {"fleet_stop_topic": "/mine"}}))
+    launched = world.launch(FLEET, *(a.replace("FILE", str(fleet)) for a in arguments), *FAKE)
+    assert world.exit_code(launched) == 1
+    assert words in launched.text()
 
 
 def test_a_persons_deactivate_and_configure_are_not_overruled(world: World) -> None:

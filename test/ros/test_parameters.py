@@ -83,6 +83,11 @@ def test_a_wrong_value_is_named_with_its_limit(name: str, value: Any, reason: st
     [
         ({"engine": "remote"}, "engine_endpoint is empty"),
         ({"engine_endpoint": "tcp://gpu:5555"}, "the engine is local, got engine: process"),
+        ({"engine_key": "r1.key_secret"}, "are of engine: remote"),
+        (
+            {"engine": "remote", "engine_endpoint": "tcp://gpu:5555", "engine_key": "r1.key_secret"},
+            "one of engine_key and engine_server_key is empty",
+        ),
         ({"frozen_frames": 1}, "frozen_frames is 1"),
         (
             {"schedule": "sync", "max_hold_s": 1.0},

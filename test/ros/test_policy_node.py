@@ -351,7 +351,11 @@ def test_deactivate_stops_before_it_goes_quiet_and_activate_starts_a_new_epoch(m
         ({"robot": "arm8"}, "arm8"),
         ({"model": "nope.yaml"}, "nope.yaml"),
         ({"execution_horizon": 99}, "execution_horizon"),
-        ({"engine": "remote", "engine_endpoint": "tcp://127.0.0.1:1"}, "placement"),
+        ({"engine": "remote", "engine_endpoint": "tcp://gpu-server:5555"}, "phyai keygen"),
+        (
+            {"engine": "remote", "engine_endpoint": "tcp://127.0.0.1:1", "engine_start_timeout_s": 1.0},
+            "the connection was refused",
+        ),
     ],
 )
 def test_failed_configure_says_why_and_releases_everything(make_rig: Make, broken: dict[str, Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ from phyai_engine.config import ActionEntry, ModelConfig, RobotConfig, StateEntr
 from phyai_engine.serve.client import EngineClient, Event, Placement
 from phyai_engine.serve.host import ProcessHost
 from phyai_engine.types import Committed, Observation, Request
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from served import Served
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
@@ -140,3 +145,11 @@ def open_session(
     yield make
     for session in sessions:
         session.client.stop()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`phyai serve` in a process of its own: the fake model for arm7, under the name ``m``."""
+    served = Served(tmp_path_factory.mktemp("server"), expiry_s=1.0)
+    yield served
+    served.close()

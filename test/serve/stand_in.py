@@ -22,17 +22,26 @@ HORIZON = 5
 
 class StandIn:
     """Its verbs: ``sleep S``, ``deaf S``, ``hold S``, ``raise``, ``refuse``, ``none``, ``exit``, ``abort``,
-    ``say N``, ``threads``, ``break the worker``."""
+    ``say N``, ``pid``, ``threads``, ``break the worker``."""
 
-    def __init__(self, action_dim: int) -> None:
-        self.spec = ModelSpec("stand_in", HORIZON, action_dim, (1.0, 0.0), {}, ())
+    def __init__(self, action_dim: int, *, keeps_state: bool = False) -> None:
+        self.spec = ModelSpec("stand_in", HORIZON, action_dim, (1.0, 0.0), {}, (), keeps_state=keeps_state)
         self.note = "a stand-in"
         self.seen: list[Request] = []
 
-    def warm_up(self, count: int) -> list[float]:
-        return [1.5] * count
+    def warm_up(self, count: int, rows: int = 1) -> list[float]:
+        return [1.5 + rows - 1] * count
+
+    def join(self, slot: int, robot: RobotConfig) -> None:
+        if robot.robot_id == "unwanted":
+            raise EngineError("not this robot")
+
+    def leave(self, slot: int) -> None:
+        pass
 
     def infer(self, requests: Sequence[Request], cancels: Sequence[CancelToken]) -> Any:
+        if len(requests) > 1:
+            return [answer for one in zip(requests, cancels, strict=True) for answer in self.infer(one[:1], one[1:])]
         (request,), (token,) = requests, cancels
         self.seen.append(request)
         verb, _, argument = request.observation.instruction.partition(" ")
@@ -57,6 +66,8 @@ class StandIn:
             raise ValueError("a defect \udc80")
         elif verb == "refuse":
             return ([EngineError("not this one")],)
+        elif verb == "pid":
+            return ([EngineError(f"pid {os.getpid()}")],)
         elif verb == "none":
             return (None,)
         elif verb == "exit":
@@ -81,8 +92,8 @@ class StandIn:
         return None
 
 
-def load_policy(robot: RobotConfig, model: ModelConfig) -> StandIn:
-    """Options: ``load_say``, ``load_s``, ``load_error``, ``load_exit``, ``torch``."""
+def load_policy(robot: RobotConfig, model: ModelConfig, batches: Sequence[int] = ()) -> StandIn:
+    """Options: ``keeps_state``, ``load_say``, ``load_s``, ``load_error``, ``load_exit``, ``torch``."""
     if text := model.options.get("load_say"):
         sys.stderr.write(text + "\n")
     if model.options.get("torch"):
@@ -94,7 +105,7 @@ def load_policy(robot: RobotConfig, model: ModelConfig) -> StandIn:
         sys.stderr.write("the disk is on fire\n")
         sys.stderr.flush()
         os._exit(code)
-    return StandIn(len(robot.actions))
+    return StandIn(len(robot.actions), keeps_state=bool(model.options.get("keeps_state")))
 
 
 def install() -> None:

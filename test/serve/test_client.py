@@ -153,7 +153,7 @@ def test_whatever_the_model_raises_the_engine_survives(open_session: Any, make_r
     session = open_session(placement)
     for instruction, text in {
         "raise": "ValueError: a defect .*stand_in.py:",
-        "none": "no single result",
+        "none": "not one result per request",
         "refuse": "not this one",
         "exit": "SystemExit: 3",
     }.items():
@@ -393,7 +393,7 @@ class Script:
             while socket.poll(3000):
                 peer, *frames = socket.recv_multipart()
                 message, _ = wire.decode(frames)
-                if isinstance(message, wire.Shutdown):
+                if isinstance(message, wire.Goodbye):
                     break
                 if isinstance(message, wire.Hello):
                     engine = wire.EngineHello(
@@ -451,10 +451,10 @@ def test_unreadable_replies_fail_the_request_and_only_it(
     def answer(request: Any) -> list[list[Any]]:
         good = _reply(request.epoch, request.chunk_id)
         bad = {
-            1: [b"\x01garbage"],
+            1: [b"\x02garbage"],
             2: [good[0]],  # the array frame is missing
             3: [good[0], bytes(good[1])[:-1]],  # truncated
-            4: [b"\x02" + good[0][1:], good[1]],  # another version
+            4: [b"\x03" + good[0][1:], good[1]],  # another version
             5: good,
         }
         return [bad[request.chunk_id]]

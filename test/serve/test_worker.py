@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import zmq
 
 from phyai_engine.config import RobotConfig
 from phyai_engine.serve import protocol as wire
+from phyai_engine.serve import streams
 from phyai_engine.serve.worker import serve
 from phyai_engine.types import Request
 
@@ -38,7 +40,7 @@ class Peer:
 
     def send(self, message: wire.Message | Request) -> None:
         """A message, or a request with its arrays."""
-        parts = wire.request_to_wire(message) if isinstance(message, Request) else (message, {})
+        parts = streams.request_to_wire(message) if isinstance(message, Request) else (message, {})
         self.socket.send_multipart(wire.encode(*parts))
 
     def receive(self, timeout_s: float = 3.0) -> Any:
@@ -72,7 +74,7 @@ class Running:
 
     def close(self) -> None:
         """Have the first peer shut it down."""
-        self.peers[0].send(wire.Shutdown())
+        self.peers[0].send(wire.Goodbye())
         self.thread.join(3.0)
         assert not self.thread.is_alive()
         for peer in self.peers:
@@ -171,7 +173,7 @@ def test_a_second_client_is_refused_and_cannot_disturb(worker: Running, hello: w
     assert isinstance(reply, wire.HelloReply)
     assert reply.engine is None
     assert "serves a client already" in reply.reason
-    for message in (wire.Cancel(epoch=9), wire.Shutdown(), make_request(1, 2)):
+    for message in (wire.Cancel(epoch=9), wire.Goodbye(), make_request(1, 2)):
         second.send(message)
         error = second.receive()
         assert (error.reason, "before the hello" in error.text) == ("protocol", True)
@@ -236,16 +238,16 @@ class _Bomb:
 @pytest.mark.fault(24)
 def test_garbage_is_answered_and_survived(worker: Running, hello: wire.Hello, make_request: Make) -> None:
     peer = _ready(worker, hello)
-    good = [bytes(f) for f in wire.encode(*wire.request_to_wire(make_request()))]
+    good = [bytes(f) for f in wire.encode(*streams.request_to_wire(make_request()))]
     too_big = wire.ArraySpec(name="a", dtype="uint8", shape=(0, 2**31 - 1, 2**31 - 1, 2**31 - 1))
     header = {"message": {"kind": "heartbeat", "phase": "idle"}, "arrays": [too_big]}
     for frames in (
-        [b"\x01" + msgspec.msgpack.encode(header), b""],
+        [b"\x02" + msgspec.msgpack.encode(header), b""],
         [pickle.dumps(_Bomb())],
-        [b"\x01" + pickle.dumps(_Bomb())],
+        [b"\x02" + pickle.dumps(_Bomb())],
         [b""],
         [os.urandom(100)],
-        [b"\x02" + good[0][1:], *good[1:]],
+        [b"\x03" + good[0][1:], *good[1:]],
         good[:-1],
         [*good[:-1], good[-1][:-1]],
         [b"x"] * 60,
@@ -316,3 +318,52 @@ def test_a_child_whose_parent_is_gone_already_ends(tmp_path: Path, others: tuple
     assert ended.returncode == 1
     # It takes the folder of its socket along, and nothing else.
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([*others, *([folder.name] if others else [])])
+
+
+def test_a_batch_of_two_robots_is_answered_row_by_row(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    peer = worker.peer()
+    peer.send(msgspec.structs.replace(hello, batches=(1, 2)))
+    reply = peer.receive()
+    assert reply.engine.batch_ms == ((1, 1.5), (2, 2.5))
+    other = {**hello.robot, "robot_id": "other"}
+    peer.send(wire.Join(slot=1, robot=other))
+    assert peer.receive() == wire.JoinReply(slot=1)
+    for robot, reason in (({**other, "robot_id": "unwanted"}, "not this robot"), ({"robot_id": 3}, "join: robot")):
+        peer.send(wire.Join(slot=2, robot=robot))
+        assert reason in peer.receive().reason
+    rows = [make_request(1, 5, "sleep 0.1"), replace(make_request(1, 5, "refuse"), slot=1), make_request(2, 6)]
+    for left, row in zip((2, 1, 0), rows, strict=True):
+        message, arrays = streams.request_to_wire(row)
+        peer.socket.send_multipart(wire.encode(msgspec.structs.replace(message, rows_left=left), arrays))
+    answers = [peer.receive() for _ in rows]
+    assert [(answer.slot, answer.epoch, answer.chunk_id) for answer in answers] == [(0, 1, 5), (1, 1, 5), (0, 2, 6)]
+    assert [type(answer) for answer in answers] == [wire.Reply, wire.ErrorReply, wire.Reply]
+    peer.send(wire.Leave(slot=1))
+
+
+def test_a_cancel_means_its_slot_alone(worker: Running, hello: wire.Hello, make_request: Make) -> None:
+    peer = _ready(worker, hello)
+    peer.send(wire.Join(slot=1, robot=hello.robot))
+    assert peer.receive() == wire.JoinReply(slot=1)
+    for left, row in ((1, make_request(1, 5, "sleep 0.3")), (0, replace(make_request(1, 6), slot=1))):
+        message, arrays = streams.request_to_wire(row)
+        peer.socket.send_multipart(wire.encode(msgspec.structs.replace(message, rows_left=left), arrays))
+    peer.send(wire.Cancel(slot=1, epoch=1))
+    mine, cancelled = peer.receive(), peer.receive()
+    assert isinstance(mine, wire.Reply) and mine.slot == 0
+    assert (cancelled.reason, cancelled.slot) == ("cancelled", 1)
+
+
+def test_a_reference_to_what_was_never_sent_asks_for_a_keyframe(
+    worker: Running, hello: wire.Hello, make_request: Make
+) -> None:
+    peer = _ready(worker, hello)
+    sent = streams.SentStreams()
+    sent.to_wire(make_request(1, 1, images=False))  # lost
+    peer.socket.send_multipart(wire.encode(*sent.to_wire(make_request(1, 2, images=False))))
+    refused = peer.receive()
+    assert (refused.reason, refused.epoch, refused.chunk_id) == ("keyframe", 1, 2)
+    sent.forget()
+    for chunk_id in (2, 3):
+        peer.socket.send_multipart(wire.encode(*sent.to_wire(make_request(1, chunk_id, images=False))))
+        assert isinstance(peer.receive(), wire.Reply)

@@ -1,0 +1,83 @@
+"""How long a batch will take: measured, not assumed. No sockets, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from phyai_engine.errors import EngineError
+
+_MEMORY = 0.98  # an observation counts half after 34 newer ones
+_RESIDUALS = 64
+_QUANTILE = 0.95
+_WILD = 4.0  # an observation counts as at most so many times its prediction: one stall must not teach
+
+
+class LatencyModel:
+    """a + b * rows [ms] plus what it is usually short by, fitted to the warm-up and to every batch since.
+
+    The warm-up's points never fade: where only one size is ever run, they keep a and b apart.
+
+    :param measured: (rows, ms) of the warm-up.
+    :raises EngineError: nothing was measured.
+    """
+
+    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+        points = [(rows, ms) for rows, ms in measured if math.isfinite(ms) and ms >= 0]
+        if not points:
+            raise EngineError("no batch was measured", got=list(measured), wanted="(rows, ms) of the warm-up")
+        self._prior = _Sums()
+        for rows, ms in points:
+            self._prior.add(rows, ms)
+        self._seen = _Sums()
+        self._short = deque[float](maxlen=_RESIDUALS)
+        self._fit()
+
+    def predict_ms(self, rows: int) -> float:
+        """What a batch of so many rows will take, with 95 % confidence once 64 were seen."""
+        return max(0.0, self.a + self.b * rows) + self.slack_ms
+
+    def observe(self, rows: int, ms: float) -> None:
+        """A batch took so long."""
+        expected = max(0.0, self.a + self.b * rows)
+        ms = min(ms, max(_WILD * expected, expected + 1.0))
+        self._short.append(ms - expected)
+        self._seen.fade(_MEMORY)
+        self._seen.add(rows, ms)
+        self._fit()
+
+    def _fit(self) -> None:
+        sums = self._prior.plus(self._seen)
+        spread = sums.n * sums.rows2 - sums.rows**2
+        b = (sums.n * sums.product - sums.rows * sums.ms) / spread if spread > 1e-9 * sums.rows2 else 0.0
+        self.b = max(0.0, b)
+        self.a = (sums.ms - self.b * sums.rows) / sums.n
+        ordered = sorted(self._short)
+        self.slack_ms = max(0.0, ordered[int(_QUANTILE * (len(ordered) - 1))]) if ordered else 0.0
+
+
+class _Sums:
+    """Of a weighted least-squares line."""
+
+    __slots__ = ("ms", "n", "product", "rows", "rows2")
+
+    def __init__(self) -> None:
+        self.n = self.rows = self.rows2 = self.ms = self.product = 0.0
+
+    def add(self, rows: float, ms: float) -> None:
+        self.n += 1.0
+        self.rows += rows
+        self.rows2 += rows * rows
+        self.ms += ms
+        self.product += rows * ms
+
+    def fade(self, factor: float) -> None:
+        for name in _Sums.__slots__:
+            setattr(self, name, factor * getattr(self, name))
+
+    def plus(self, other: _Sums) -> _Sums:
+        total = _Sums()
+        for name in _Sums.__slots__:
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        return total
