@@ -49,6 +49,25 @@ class Slab(ctypes.Structure):
         return cls(tensor.data_ptr(), *tensor.stride()[:3])
 
 
+class Map:
+    """A bf16 matrix as the copy engine reads it: boxes 64 columns wide, swizzled.
+
+    :param matrix: [rows, columns], contiguous. :param box: rows of a box. What is beyond the matrix reads as 0.
+    :raises RuntimeError: the driver refuses it.
+    """
+
+    def __init__(self, matrix: Tensor, box: int) -> None:
+        rows, columns = matrix.shape
+        room = ctypes.create_string_buffer(128 + 64)
+        start = (ctypes.addressof(room) + 63) // 64 * 64
+        encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        numbers = [(ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * columns), (ctypes.c_uint32 * 2)(64, box), (ctypes.c_uint32 * 2)(1, 1)]
+        code = encode(ctypes.c_void_p(start), 9, 2, ctypes.c_void_p(matrix.data_ptr()), *numbers, 0, 3, 3, 0)
+        if code:
+            raise RuntimeError(f"CUDA: tensor map refused: {code}")
+        self.words = (ctypes.c_uint64 * 16).from_buffer_copy((ctypes.c_char * 128).from_address(start))
+
+
 @functools.cache
 def load(source: str, name: str, device: int) -> Any:
     """The driver's function of an expression, as ``gated_up<128, 512, 2, 1, 56>``, loaded on a device.
@@ -67,21 +86,22 @@ def kernel(function: Any, *, threads: int, cluster: int, shared: int) -> Kernel:
     :raises RuntimeError: the driver refuses so much shared memory or such a cluster.
     """
     attribute = driver.CUfunction_attribute
-    _value(
-        driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-    )
-    if cluster > PORTABLE:
-        _value(
-            driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-        )
+    wanted = {
+        attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shared,
+        # A multiprocessor that must divide its memory anew is emptied first: all kernels ask for the same division.
+        attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100,
+        attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: int(cluster > PORTABLE),
+    }
+    for name, value in wanted.items():
+        _value(driver.cuFuncSetAttribute(function, name, value))
     return Kernel(function, threads, cluster, shared)
 
 
 def launch(kernel: Kernel, grid: tuple[int, int], args: Sequence[Any]) -> None:
     """Start a kernel on the current stream, as soon as the one in front has started.
 
-    :param args: tensors (their addresses), None (a null address), ints, floats and Slabs; ints are 32 bits wide, those in
-        a ctypes type as it says.
+    :param args: tensors (their addresses), None (a null address), Maps, ints (of 32 bits), floats, and values of a ctypes
+        type.
     """
     held = [_argument(arg) for arg in args]
     addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
@@ -103,6 +123,8 @@ def launch(kernel: Kernel, grid: tuple[int, int], args: Sequence[Any]) -> None:
 def _argument(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
+    if isinstance(arg, Map):
+        return arg.words
     if arg is None:
         return ctypes.c_void_p(0)
     if isinstance(arg, float):

@@ -37,10 +37,10 @@ class Cut(NamedTuple):
 class Cuts(NamedTuple):
     """Of one layer. :param attend: blocks of a cluster and columns of a block."""
 
-    project: Cut = Cut(80, 4)
+    project: Cut = Cut(64, 4)
     attend: tuple[int, int] = (16, 64)
     o: Cut = Cut(64, 8)
-    gated: Cut = Cut(128, 2)
+    gated: Cut = Cut(128, 2, 2)
     down: Cut = Cut(72, 8)
 
 
@@ -84,10 +84,11 @@ def _registers(count: int) -> str:
 
 def source(widths: Sequence[int]) -> str:
     """The whole program. :param widths: of the products' instructions."""
-    head = "using u32 = unsigned int;\nusing u64 = unsigned long long;\n#define INFINITY_ __int_as_float(0x7f800000)\n"
+    head = "using u32 = unsigned int;\nusing u64 = unsigned long long;\n#define NONE __int_as_float(0xff800000)\n"
     head += "template <int N> struct Mma;\n"
     made = "".join(matrix_instruction(width) for width in sorted(set(widths))) + wide_instruction(HEAD)
-    return head + made + Path(__file__).with_name("expert.cu").read_text()
+    files = ("hopper.cuh", "stack_products.cu", "stack_attend.cu")
+    return head + made + "".join(Path(__file__).with_name(name).read_text() for name in files)
 
 
 class Kernels(NamedTuple):
@@ -103,11 +104,11 @@ class Kernels(NamedTuple):
 
 def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
     """Of a block of a product: as Product::BYTES in expert.cu. :param tall: rows of x's panels, 56 or 64."""
-    part = inputs // cut.blocks
+    part, each = inputs // cut.blocks, -(-tall // cut.blocks)
     pitch = (cut.outputs + 23) // 32 * 32 + 8
     panels, sums = part // 64 * tall * 128 + (64 - tall) * 128, -(-tall * pitch * 4 // 1024) * 1024
-    own = -(-MOST_ROWS // cut.blocks) * (cut.outputs // 4) * 4 if marks else 0
-    return 1024 + part // 64 * cut.outputs * 128 + max(panels, sums) + 256 + own
+    own = each * (cut.outputs // 4) * 4 if marks else 0
+    return 1024 + part // 64 * cut.outputs * 128 + max(panels, sums) + cut.blocks * each * pitch * 4 + 64 + 256 + own
 
 
 def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tuple[str, Cut, int]]:
@@ -148,7 +149,7 @@ def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, device:
         shared = shared_bytes(cut, inputs, tall, marks=op == "add_product")
         made[name] = hopper.kernel(functions[name], threads=128 * cut.groups, cluster=cut.blocks, shared=shared)
     blocks, columns = cuts.attend
-    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 512
+    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 2 * 64 * 8 + 8
     made["attend"] = hopper.kernel(functions["attend"], threads=128, cluster=blocks, shared=shared)
     made["scale_rows"] = hopper.kernel(functions["scale_rows"], threads=256, cluster=1, shared=0)
     return Kernels(**made)
@@ -181,9 +182,10 @@ def stack(
     if batch * tokens > MOST_ROWS or columns > blocks * each:
         return reference.stack(x, weights, norms, keys, values, start, lengths, table, heads, ops)
     _check(x, weights, norms, keys, heads)
-    made = kernels(width, weights[0].down.shape[1], heads * dim, 56 if batch * tokens <= 56 else 64, cuts, x.device.index)
+    tall = 56 if batch * tokens <= 56 else 64
+    made = kernels(width, weights[0].down.shape[1], heads * dim, tall, cuts, x.device.index)
     span = _Span(keys, values, start, lengths, tuple(part.expand(batch, tokens, dim // 2).contiguous() for part in table))
-    run = _Run(made, cuts, span, (batch, tokens, heads, kv_heads, columns))
+    run = _Run(made, cuts, span, (batch, tokens, heads, kv_heads, columns), tall)
     x = x.contiguous()
     scaled, squares = torch.empty_like(x), torch.empty((batch * tokens, 1), device=x.device)
     hopper.launch(made.scale_rows, (batch * tokens, 1), (x, norms[0].scale, scaled, squares, width))
@@ -231,12 +233,16 @@ class _Stream(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What every layer of one call needs. :param sizes: batch, tokens, heads, K/V heads, columns of the slab."""
+    """What every layer of one call needs.
+
+    :param sizes: batch, tokens, heads, K/V heads, columns of the slab. :param tall: rows of a panel of x.
+    """
 
     kernels: Kernels
     cuts: Cuts
     span: _Span
     sizes: tuple[int, int, int, int, int]
+    tall: int
 
     def layer(
         self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm], after: LayerWeights | None
@@ -257,7 +263,8 @@ class _Run(NamedTuple):
         query = torch.empty((batch, heads, tokens, HEAD), dtype=weight.dtype, device=weight.device)
         slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
         counts = batch * tokens, tokens, heads, kv_heads, columns, stream.squares.shape[1]
-        args = stream.scaled, weight, stream.squares, moved, *span.table, query, *slabs, span.start, *_ahead(None), *counts
+        maps = _map(stream.scaled, self.tall), _map(weight, cut.outputs // 2)
+        args = *maps, stream.squares, moved, *span.table, query, *slabs, span.start, *_ahead(None), *counts
         hopper.launch(self.kernels.project, (_blocks(cut, len(weight)), 1), (*args, EPS))
         return query
 
@@ -275,7 +282,8 @@ class _Run(NamedTuple):
         """[B, S, inner]"""
         rows, inner = len(stream.squares), len(weight) // 2
         out = torch.empty((*stream.scaled.shape[:2], inner), dtype=weight.dtype, device=weight.device)
-        args = stream.scaled, weight, stream.squares, moved, out, *_ahead(ahead), rows, inner, stream.squares.shape[1], EPS
+        maps = _map(stream.scaled, self.tall), _map(weight, self.cuts.gated.outputs // 2)
+        args = *maps, stream.squares, moved, out, *_ahead(ahead), rows, inner, stream.squares.shape[1], EPS
         hopper.launch(self.kernels.gated, (_blocks(self.cuts.gated, len(weight)), 1), args)
         return out
 
@@ -293,13 +301,18 @@ class _Run(NamedTuple):
         rows, blocks = len(stream.squares), _blocks(cut, len(weight))
         total, scaled = torch.empty_like(stream.total), torch.empty_like(stream.total)
         squares = torch.empty((rows, blocks // cut.blocks), device=x.device)
-        args = x, weight, stream.total, *vectors, total, scaled, squares, *_ahead(ahead), rows, len(weight)
+        maps = _map(x, self.tall), _map(weight, cut.outputs)
+        args = *maps, stream.total, *vectors, total, scaled, squares, *_ahead(ahead), rows, len(weight)
         hopper.launch(kernel, (blocks, 1), args)
         return _Stream(total, scaled, squares)
 
 
 def _blocks(cut: Cut, outputs: int) -> int:
     return -(-outputs // cut.outputs) * cut.blocks
+
+
+def _map(matrix: Tensor, box: int) -> hopper.Map:
+    return hopper.Map(matrix.view(-1, matrix.shape[-1]), box)
 
 
 def _ahead(weight: Tensor | None) -> tuple[Tensor | None, ctypes.c_int64]:
