@@ -19,6 +19,8 @@ __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.w
 
 // --- blocks of one cluster ---
 
+// A barrier in two halves: what was written before the first is seen behind the second; `ready` shows nothing.
+__device__ __forceinline__ void ready() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void meet() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -55,13 +57,6 @@ __device__ __forceinline__ void bring(u32 to, const Map& map, int column, int ro
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(&map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
-}
-
-// A piece of this block's shared memory into another's, whose barrier counts it.
-__device__ __forceinline__ void push(u32 to, u32 from, u32 bytes, u32 barrier, int rank) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(in_block(to, rank)),
-                 "r"(from), "r"(bytes), "r"(in_block(barrier, rank))
-                 : "memory");
 }
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
@@ -103,10 +98,13 @@ __device__ __forceinline__ uint4 read16(u32 at) {
     return v;
 }
 
-__device__ __forceinline__ void write1(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+// Into any block's shared memory. :param at: as in_block gives it.
+__device__ __forceinline__ void send2(u32 at, float a, float b) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+}
 
-__device__ __forceinline__ void write2(u32 at, float a, float b) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+__device__ __forceinline__ void send16(u32 at, uint4 v) {
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // --- matrix instructions ---

@@ -58,14 +58,23 @@ class Map:
 
     def __init__(self, matrix: Tensor, box: int) -> None:
         rows, columns = matrix.shape
-        room = ctypes.create_string_buffer(128 + 64)
-        start = (ctypes.addressof(room) + 63) // 64 * 64
-        encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-        numbers = [(ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * columns), (ctypes.c_uint32 * 2)(64, box), (ctypes.c_uint32 * 2)(1, 1)]
-        code = encode(ctypes.c_void_p(start), 9, 2, ctypes.c_void_p(matrix.data_ptr()), *numbers, 0, 3, 3, 0)
-        if code:
-            raise RuntimeError(f"CUDA: tensor map refused: {code}")
-        self.words = (ctypes.c_uint64 * 16).from_buffer_copy((ctypes.c_char * 128).from_address(start))
+        swizzle, promotion = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
+        made = _value(
+            driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                2,
+                matrix.data_ptr(),
+                [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+                [driver.cuuint64_t(2 * columns)],
+                [driver.cuuint32_t(64), driver.cuuint32_t(box)],
+                [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        )
+        self.words = (ctypes.c_uint64 * 16)(*(int(word) for word in made.opaque))
 
 
 @functools.cache
@@ -153,7 +162,7 @@ def compile_source(source: str, name: str) -> tuple[bytes, bytes]:
 
     :raises RuntimeError: with the compiler's log.
     """
-    program = _value(nvrtc.nvrtcCreateProgram(source.encode(), b"expert.cu", 0, [], []))
+    program = _value(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
     _value(nvrtc.nvrtcAddNameExpression(program, name.encode()))
     (result,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), list(OPTIONS))
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:

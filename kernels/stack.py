@@ -1,4 +1,4 @@
-"""All layers of an action expert on Hopper, five launches a layer: expert.cu has the kernels and how they overlap.
+"""All layers of an action expert on Hopper, five launches a layer: hopper.cuh, stack_products.cu and stack_attend.cu.
 
 Separate kernels in Triton take eight launches a layer: attention's spans, and the sums of products whose inputs are cut,
 go through the L2 cache into a second kernel, and each norm is a part of one. Here the blocks of one cluster add them
@@ -27,11 +27,14 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block."""
+    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block, and in
+    how many parts x comes that take one another's place.
+    """
 
     outputs: int
     blocks: int
     groups: int = 1
+    turns: int = 1
 
 
 class Cuts(NamedTuple):
@@ -106,9 +109,9 @@ def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
     """Of a block of a product: as Product::BYTES in expert.cu. :param tall: rows of x's panels, 56 or 64."""
     part, each = inputs // cut.blocks, -(-tall // cut.blocks)
     pitch = (cut.outputs + 23) // 32 * 32 + 8
-    panels, sums = part // 64 * tall * 128 + (64 - tall) * 128, -(-tall * pitch * 4 // 1024) * 1024
+    rows = max(part // 64 // cut.turns * tall * 128 + (64 - tall) * 128, cut.blocks * each * pitch * 4)
     own = each * (cut.outputs // 4) * 4 if marks else 0
-    return 1024 + part // 64 * cut.outputs * 128 + max(panels, sums) + cut.blocks * each * pitch * 4 + 64 + 256 + own
+    return 1024 + part // 64 * cut.outputs * 128 + rows + 64 + 256 + own
 
 
 def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tuple[str, Cut, int]]:
@@ -128,7 +131,7 @@ def expressions(
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
         more = f", {HEAD // 2}" if name == "project" else ""
-        text = f"{op}<{cut.outputs}, {inputs // cut.blocks}, {cut.blocks}, {cut.groups}, {tall}{more}>"
+        text = f"{op}<{cut.outputs}, {inputs // cut.blocks}, {cut.blocks}, {cut.groups}, {tall}, {cut.turns}{more}>"
         found[name] = text, (cut.outputs // cut.groups,)
     blocks, columns = cuts.attend
     return found | {"attend": (f"attend<{blocks}, {columns}>", (columns,)), "scale_rows": ("scale_rows", ())}
@@ -149,7 +152,7 @@ def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, device:
         shared = shared_bytes(cut, inputs, tall, marks=op == "add_product")
         made[name] = hopper.kernel(functions[name], threads=128 * cut.groups, cluster=cut.blocks, shared=shared)
     blocks, columns = cuts.attend
-    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 2 * 64 * 8 + 8
+    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 64 * 8
     made["attend"] = hopper.kernel(functions["attend"], threads=128, cluster=blocks, shared=shared)
     made["scale_rows"] = hopper.kernel(functions["scale_rows"], threads=256, cluster=1, shared=0)
     return Kernels(**made)

@@ -2,26 +2,52 @@
 // queries of head r / queries) and CL * KEYS columns, KEYS of them a block. Each sends its part of a row to the block that
 // ends it: partial sums do not go through memory. Heads of 256.
 
+// Four threads hold two neighbouring values each of every eight columns. Of four such words, of as many groups of columns,
+// each thread gets a whole group of eight.
+__device__ __forceinline__ uint4 gather(u32 a, u32 b, u32 c, u32 d) {
+    bool odd = threadIdx.x & 1, far = threadIdx.x & 2;
+    u32 near = __shfl_xor_sync(~0u, odd ? a : b, 1), other = __shfl_xor_sync(~0u, odd ? c : d, 1);
+    uint2 first = odd ? uint2{near, b} : uint2{a, near}, second = odd ? uint2{other, d} : uint2{c, other};
+    uint2 given = far ? first : second, kept = far ? second : first;
+    uint2 got = {__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2)};
+    return far ? uint4{got.x, got.y, kept.x, kept.y} : uint4{kept.x, kept.y, got.x, got.y};
+}
+
+// This block's part of each row to the block that ends the row: rounded, and since CL parts are added, their error is below
+// the result's. :param sum, peak, weight: of rows `row` and row + 8. :param to, notes: where this block's parts belong there.
+template <int CL>
+__device__ __forceinline__ void send_part(
+    const float (&sum)[128], const float (&peak)[2], const float (&weight)[2], u32 to, u32 notes, int row) {
+    constexpr int EACH = 64 / CL;
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        int r = row + h * 8;
+        u32 there = in_block(to + r % EACH * 512, r / EACH);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float* at = sum + 16 * i + 2 * h;
+            uint4 whole = gather(pack(at[0], at[1]), pack(at[4], at[5]), pack(at[8], at[9]), pack(at[12], at[13]));
+            send16(there + ((4 * i + lane % 4 ^ r % 8) << 4), whole);
+        }
+        if (lane % 4 == 0) send2(in_block(notes + r % EACH * 8, r / EACH), peak[h], weight[h]);
+    }
+}
+
 template <int CL, int KEYS>
 __global__ void __launch_bounds__(128) attend(
     const u16* query, Slab keys, Slab values, const i64* lengths, u16* out, const char* ahead, i64 ahead_bytes, int queries,
     int group, int kv_heads, int columns, float scale) {
     constexpr int DIM = 256, CHUNKS = DIM / 8, Q_BYTES = 64 * DIM * 2, K_BYTES = KEYS * DIM * 2, EACH = 64 / CL;
-    constexpr int NOTES = EACH * 8;  // bytes of peaks and weights of a block's rows
     static_assert(CL * EACH * DIM * 2 <= K_BYTES, "what is received takes the keys' place");
     extern __shared__ char chip[];
     start_next();
     u32 q = shared_at(chip) + (1024 - shared_at(chip) % 1024) % 1024, k = q + Q_BYTES, v = k + K_BYTES;
-    u32 notes = v + K_BYTES, inbox_notes = notes + 64 * 8, barrier = inbox_notes + CL * NOTES;
+    u32 notes = v + K_BYTES;  // peaks and weights of all blocks' parts of own rows
     int rank = blockIdx.x % CL, tile = blockIdx.x / CL, pair = blockIdx.y, batch = pair / kv_heads, kv = pair % kv_heads;
     int packed = group * queries, begin = rank * KEYS;
     int length = min(columns, static_cast<int>(lengths[batch])), end = max(begin, min(begin + KEYS, length));
     int old = max(begin, min(end, length - queries));  // columns below were written long ago
-    if (threadIdx.x == 0) {
-        make_barrier(barrier);
-        show_barriers();
-        expect(barrier, CL * (EACH * DIM * 2 + NOTES));
-    }
     auto bring_columns = [&](u32 to, const Slab& slab, int from, int until) {
         const u16* at = slab.at + batch * slab.batch + kv * slab.head;
         for (int i = threadIdx.x; i < (until - from) * CHUNKS; i += 128) {
@@ -56,7 +82,7 @@ __global__ void __launch_bounds__(128) attend(
         Mma<KEYS>::add(logit, panels(q + i / 4 * 64 * ROW + i % 4 * 32), panels(k + i / 4 * KEYS * ROW + i % 4 * 32), i > 0);
     commit_products();
     wait_products();
-    arrive();  // queries and keys were read: their place may be written
+    ready();  // keys were read: their place may be written
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
     float peak[2] = {NONE, NONE}, weight[2] = {0, 0};
 #pragma unroll
@@ -82,7 +108,6 @@ __global__ void __launch_bounds__(128) attend(
     for (int h = 0; h < 2; ++h) {
         weight[h] += __shfl_xor_sync(~0u, weight[h], 1);
         weight[h] += __shfl_xor_sync(~0u, weight[h], 2);
-        if (lane % 4 == 0) write2(notes + (row + h * 8) * 8, peak[h], weight[h]);
     }
     wait_copies<0>();
     publish();
@@ -93,31 +118,19 @@ __global__ void __launch_bounds__(128) attend(
     for (int i = 0; i < KEYS / 16; ++i) Wide::add(sum, share + 4 * i, panels(v + i * 2048, KEYS * ROW), i > 0);
     commit_products();
     wait_products();
-    // This block's part takes the queries' place: rounded, and since CL of them are added its error is below the result's.
-#pragma unroll
-    for (int i = 0; i < DIM / 2; i += 2) {
-        int r = row + i / 2 % 2 * 8;
-        write1(q + r * DIM * 2 + ((i / 4 ^ r % 8) << 4) + lane % 4 * 4, pack(sum[i], sum[i + 1]));
-    }
-    publish();
-    __syncthreads();
     meet();
-    if (threadIdx.x < CL) {
-        int to = threadIdx.x;
-        push(k + rank * EACH * DIM * 2, q + to * EACH * DIM * 2, EACH * DIM * 2, barrier, to);
-        push(inbox_notes + rank * NOTES, notes + to * NOTES, NOTES, barrier, to);
-    }
-    wait_bytes(barrier);
-    arrive();  // what was sent to this block is here
+    send_part<CL>(sum, peak, weight, k + rank * EACH * DIM * 2, notes + rank * EACH * 8, row);
+    arrive();
+    meet();
     for (int i = threadIdx.x; i < EACH * CHUNKS; i += 128) {
         int own = i / CHUNKS, r = rank * EACH + own, c = i % CHUNKS, place = tile * 64 + r;
         if (place >= packed) continue;
         float top = NONE, all = 0, mix[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
-        for (int b = 0; b < CL; ++b) top = fmaxf(top, read2(inbox_notes + b * NOTES + own * 8).x);
+        for (int b = 0; b < CL; ++b) top = fmaxf(top, read2(notes + (b * EACH + own) * 8).x);
 #pragma unroll
         for (int b = 0; b < CL; ++b) {
-            float2 note = read2(inbox_notes + b * NOTES + own * 8);
+            float2 note = read2(notes + (b * EACH + own) * 8);
             uint4 part = read16(k + (b * EACH + own) * DIM * 2 + ((c ^ r % 8) << 4));
             float f = power_of_two(note.x - top);
             all += f * note.y;
@@ -129,5 +142,4 @@ __global__ void __launch_bounds__(128) attend(
         *reinterpret_cast<uint4*>(out + to * DIM + c * 8) = {pack(mix[0] * f, mix[1] * f), pack(mix[2] * f, mix[3] * f),
                                                              pack(mix[4] * f, mix[5] * f), pack(mix[6] * f, mix[7] * f)};
     }
-    meet();
 }

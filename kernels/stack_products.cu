@@ -2,17 +2,20 @@
 // of the inputs. The blocks send one another their sums, each ends some of the rows and adds them in a fixed order: no
 // second kernel, the same bits in each run. A norm is no kernel either. Its producer leaves x * (1 + scale) and, per row,
 // sums of x * x; its consumer multiplies its product by 1 / rms(x) and adds shift @ W, which was made at load.
+//
+// Shared memory is what keeps a kernel from being there early. So x may come in TURNS parts that take one another's place,
+// and the sums that are received take x's.
 
-template <int N, int K, int CL, int GROUPS, int ROWS>
+template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 struct Product {
     static constexpr int THREADS = 128 * GROUPS, PANELS = K / 64, STAGES = PANELS >= 4 ? 4 : PANELS, EACH = (ROWS + CL - 1) / CL;
     static constexpr int PITCH = (N + 23) / 32 * 32 + 8;  // floats of a row of sums; no two rows of a store share a bank
-    static constexpr int W_BYTES = PANELS * N * ROW, SUMS = ROWS * PITCH * 4;
-    static constexpr int X_PANELS = PANELS * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
-    static constexpr int X_BYTES = X_PANELS > SUMS ? X_PANELS : (SUMS + 1023) / 1024 * 1024;
-    static constexpr int SLOT = EACH * PITCH * 4;
+    static constexpr int EVERY = PANELS / STAGES, HELD = PANELS / TURNS, SLOT = EACH * PITCH * 4, W_BYTES = PANELS * N * ROW;
+    static constexpr int X_PANELS = HELD * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
+    static constexpr int X_BYTES = X_PANELS > CL * SLOT ? X_PANELS : CL * SLOT;
+    static_assert(STAGES % TURNS == 0 && PANELS % STAGES == 0, "a turn is whole stages");
 
-    u32 w, x, inbox, barriers;  // the weight's panels; x's, then this block's sums; all blocks' sums of own rows
+    u32 w, x, barriers;  // panels of the weight; of x, later all blocks' sums of own rows
     float *factor, *marks;
     int rank, tile, first, last;  // of the cluster; rows that this block ends
 
@@ -20,9 +23,8 @@ struct Product {
         u32 up = (1024 - shared_at(chip) % 1024) % 1024;
         w = shared_at(chip) + up;
         x = w + W_BYTES;
-        inbox = x + X_BYTES;
-        barriers = inbox + CL * SLOT;  // weights, rows by stage, sums
-        factor = reinterpret_cast<float*>(chip + up + W_BYTES + X_BYTES + CL * SLOT + 64);
+        barriers = x + X_BYTES;  // of the weights, and of each stage of x
+        factor = reinterpret_cast<float*>(chip + up + W_BYTES + X_BYTES + 64);
         marks = factor + 64;
         rank = blockIdx.x % CL;
         tile = blockIdx.x / CL;
@@ -30,13 +32,11 @@ struct Product {
         first = min(rank * each, rows);
         last = min(first + each, rows);
         if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES + 2; ++i) make_barrier(barriers + i * 8);
+            for (int i = 0; i < STAGES + 1; ++i) make_barrier(barriers + i * 8);
             show_barriers();
             expect(barriers, W_BYTES);
-            expect(barriers + (STAGES + 1) * 8, CL * (last - first) * PITCH * 4);
         }
         __syncthreads();
-        arrive();
     }
 
     // One box of the weight's rows for each panel. :param at: of the box in the tile. By one thread.
@@ -44,53 +44,56 @@ struct Product {
         for (int p = 0; p < PANELS; ++p) bring(w + p * N * ROW + at * ROW, map, rank * K + p * 64, row, barriers);
     }
 
-    __device__ void bring_rows(const Map& map) {
-        if (threadIdx.x != 0) return;
-        constexpr int EVERY = PANELS / STAGES;
-        for (int p = 0; p < PANELS; ++p) {
-            u32 barrier = barriers + (1 + p / EVERY) * 8;
-            if (p % EVERY == 0) expect(barrier, EVERY * ROWS * ROW);
-            bring(x + p * ROWS * ROW, map, rank * K + p * 64, 0, barrier);
-        }
+    __device__ void bring_stage(const Map& map, int stage) {  // by one thread
+        u32 barrier = barriers + (1 + stage) * 8;
+        expect(barrier, EVERY * ROWS * ROW);
+        for (int p = stage * EVERY; p < (stage + 1) * EVERY; ++p)
+            bring(x + p % HELD * ROWS * ROW, map, rank * K + p * 64, 0, barrier);
     }
 
-    // All blocks' sums of this block's rows come into the inbox.
-    __device__ void multiply(int rows) {
+    __device__ void bring_rows(const Map& map) {  // the first turn
+        if (threadIdx.x == 0)
+            for (int stage = 0; stage < STAGES / TURNS; ++stage) bring_stage(map, stage);
+    }
+
+    // All blocks' sums of this block's rows come to where x was.
+    __device__ void multiply(const Map& map, int rows) {
         float sum[N / GROUPS / 2];
         u32 mine = (threadIdx.x / 128) * (N / GROUPS) * ROW;
         wait_bytes(barriers);
 #pragma unroll
         for (int p = 0; p < PANELS; ++p) {
-            if (p % (PANELS / STAGES) == 0) wait_bytes(barriers + (1 + p / (PANELS / STAGES)) * 8);
+            if (p % EVERY == 0) wait_bytes(barriers + (1 + p / EVERY) * 8);
             open_products();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                Mma<N / GROUPS>::add(sum, panels(x + p * ROWS * ROW + k * 32), panels(w + p * N * ROW + mine + k * 32), p + k > 0);
+                Mma<N / GROUPS>::add(sum, panels(x + p % HELD * ROWS * ROW + k * 32), panels(w + p * N * ROW + mine + k * 32), p + k > 0);
             commit_products();
+            if (p % EVERY == EVERY - 1 && p + HELD < PANELS) {
+                wait_products();
+                __syncthreads();
+                if (threadIdx.x == 0) bring_stage(map, (p + HELD) / EVERY);
+            }
         }
         wait_products();
-        if constexpr (GROUPS > 1) __syncthreads();  // nobody reads x any more: the sums take its place
-        int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane / 4;
-        u32 at = x + (r * PITCH + threadIdx.x / 128 * (N / GROUPS) + lane % 4 * 2) * 4;
+        ready();
+        int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane / 4, each = (rows + CL - 1) / CL;
+        u32 at = x + rank * SLOT + (threadIdx.x / 128 * (N / GROUPS) + lane % 4 * 2) * 4;
+        u32 upper = in_block(at + r % each * PITCH * 4, min(r / each, CL - 1));
+        u32 lower = in_block(at + (r + 8) % each * PITCH * 4, min((r + 8) / each, CL - 1));
+        meet();  // nobody reads x any more
 #pragma unroll
         for (int j = 0; j < N / GROUPS / 8; ++j) {
-            if (r < ROWS) write2(at + j * 32, sum[4 * j], sum[4 * j + 1]);
-            if (r + 8 < ROWS) write2(at + j * 32 + 8 * PITCH * 4, sum[4 * j + 2], sum[4 * j + 3]);
+            if (r < rows) send2(upper + j * 32, sum[4 * j], sum[4 * j + 1]);
+            if (r + 8 < rows) send2(lower + j * 32, sum[4 * j + 2], sum[4 * j + 3]);
         }
-        publish();
-        __syncthreads();
-        meet();  // all blocks live, and their barriers
-        if (threadIdx.x < CL) {
-            int each = (rows + CL - 1) / CL, begin = min(static_cast<int>(threadIdx.x) * each, rows), bytes = (min(begin + each, rows) - begin) * PITCH * 4;
-            if (bytes > 0) push(inbox + rank * SLOT, x + begin * PITCH * 4, bytes, barriers + (STAGES + 1) * 8, threadIdx.x);
-        }
-        wait_bytes(barriers + (STAGES + 1) * 8);
-        arrive();  // what was sent to this block is here
+        arrive();
+        meet();
     }
 
     // Four outputs of one of this block's rows, all inputs.
     __device__ float4 total(int r, int c) {
-        u32 at = inbox + (r * PITCH + c) * 4;
+        u32 at = x + (r * PITCH + c) * 4;
         float4 sum = read4(at);
 #pragma unroll
         for (int i = 1; i < CL; ++i) {
@@ -122,7 +125,7 @@ struct Slab {  // keys or values: strides in values
 
 // QKV: x [rows, K * CL] before its factor; queries [B, heads, tokens, 2 * HALF]; K and V into their slab. A tile holds N / 2
 // rotary pairs of one head: their first columns, then their second.
-template <int N, int K, int CL, int GROUPS, int ROWS, int HALF>
+template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS, int HALF>
 __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, const float* cos,
     const float* sin, u16* query, Slab keys, Slab values, const i64* start, const char* ahead, i64 ahead_bytes, int rows,
@@ -130,7 +133,7 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     static_assert(HALF % (N / 2) == 0, "a tile's pairs are of one head");
     extern __shared__ char chip[];
     start_next();
-    Product<N, K, CL, GROUPS, ROWS> p(chip, rows);
+    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
     int head = p.tile / (HALF / (N / 2)), begin = p.tile % (HALF / (N / 2)) * (N / 2);
     if (threadIdx.x == 0) {
         p.bring_weights(weight, head * 2 * HALF + begin, 0);
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     wait_for_last();
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
-    p.multiply(rows);
+    p.multiply(x, rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 8), r = p.first + own, at = begin + item % (N / 8) * 4;
@@ -177,7 +180,6 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
         *reinterpret_cast<uint2*>(to) = {pack(low.x, low.y), pack(low.z, low.w)};
         *reinterpret_cast<uint2*>(to + HALF) = {pack(high.x, high.y), pack(high.z, high.w)};
     }
-    meet();
 }
 
 __device__ __forceinline__ float gelu(float g) {  // tanh form: g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3)
@@ -186,13 +188,13 @@ __device__ __forceinline__ float gelu(float g) {  // tanh form: g / (1 + exp(-2 
 }
 
 // Gate and up projection and gated GELU: out [rows, outputs]. A tile holds N / 2 gates, then their ups.
-template <int N, int K, int CL, int GROUPS, int ROWS>
+template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, u16* out,
     const char* ahead, i64 ahead_bytes, int rows, int outputs, int parts, float eps) {
     extern __shared__ char chip[];
     start_next();
-    Product<N, K, CL, GROUPS, ROWS> p(chip, rows);
+    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
     int begin = p.tile * (N / 2);
     if (threadIdx.x == 0) {
         p.bring_weights(weight, begin, 0);
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     wait_for_last();
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
-    p.multiply(rows);
+    p.multiply(x, rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 8), r = p.first + own, at = item % (N / 8) * 4;
@@ -220,17 +222,16 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
                     gelu(a.z * f + m[i].z) * (b.z * f + n[i].z), gelu(a.w * f + m[i].w) * (b.w * f + n[i].w)};
         *reinterpret_cast<uint2*>(out + static_cast<i64>(r) * outputs + begin + at) = {pack(v.x, v.y), pack(v.z, v.w)};
     }
-    meet();
 }
 
 // total = stream + gate * (x @ weight.T); scaled = total * (1 + scale); squares [rows, tiles]: sums of total * total.
-template <int N, int K, int CL, int GROUPS, int ROWS>
+template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 __global__ void __launch_bounds__(128 * GROUPS) add_product(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const u16* stream, const float* gate, const float* scale,
     u16* total, u16* scaled, float* squares, const char* ahead, i64 ahead_bytes, int rows, int outputs) {
     extern __shared__ char chip[];
     start_next();
-    Product<N, K, CL, GROUPS, ROWS> p(chip, rows);
+    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
     int begin = p.tile * N;
     if (threadIdx.x == 0) p.bring_weights(weight, begin, 0);
     ask_ahead(ahead, ahead_bytes);
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(128 * GROUPS) add_product(
         int item = threadIdx.x + i * p.THREADS, r = p.first + item / (N / 4), o = begin + item % (N / 4) * 4;
         if (r < p.last && o < outputs) before[i] = *reinterpret_cast<const uint2*>(stream + static_cast<i64>(r) * outputs + o);
     }
-    p.multiply(rows);
+    p.multiply(x, rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 4), r = p.first + own, o = begin + item % (N / 4) * 4;
@@ -280,7 +281,6 @@ __global__ void __launch_bounds__(128 * GROUPS) add_product(
         for (int i = 0; i < N / 4; ++i) sum += p.marks[threadIdx.x * (N / 4) + i];
         squares[r * (gridDim.x / CL) + p.tile] = sum;
     }
-    meet();
 }
 
 // The first norm's form: scaled = x * (1 + scale), squares [rows, 1]. One block a row of `width` values.

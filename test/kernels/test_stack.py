@@ -49,7 +49,7 @@ def late_norms(
     heads: int,
     ops: Any = None,
 ) -> Tensor:
-    """``stack`` in float32, with norms as expert.cu has them."""
+    """``stack`` in float32, with norms as stack_products.cu has them."""
     if not any(norm.moved is not None for norm in norms) and norms[0].shift is not None:
         raise ValueError("nobody made what the shifts become")
     for i, layer in enumerate(weights):
@@ -120,7 +120,7 @@ def test_the_kernels_compile(compiler: Any) -> None:
 
 
 def test_the_compilers_words_are_in_the_error(compiler: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"NVRTC refuses nothing<3>: expert\.cu\(1\): error"):
+    with pytest.raises(RuntimeError, match=r"NVRTC refuses nothing<3>: kernels\.cu\(1\): error"):
         compiler.compile_source("int here;", "nothing<3>")
 
 
