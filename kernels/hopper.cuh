@@ -19,9 +19,8 @@ __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.w
 
 // --- blocks of one cluster ---
 
-// A barrier in two halves: what was written before the first is seen behind the second; `ready` shows nothing.
+// A barrier in two halves: all are ready, none has seen what another wrote.
 __device__ __forceinline__ void ready() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void meet() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ u32 in_block(u32 at, int rank) {
@@ -98,13 +97,17 @@ __device__ __forceinline__ uint4 read16(u32 at) {
     return v;
 }
 
-// Into any block's shared memory. :param at: as in_block gives it.
-__device__ __forceinline__ void send2(u32 at, float a, float b) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+// Into another block's shared memory, whose barrier counts it: a one-way trip, where a barrier of the cluster would wait for
+// the stores to be acknowledged. :param at, barrier: as in_block gives them.
+__device__ __forceinline__ void send2(u32 at, float a, float b, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(at), "f"(a), "f"(b), "r"(barrier)
+                 : "memory");
 }
 
-__device__ __forceinline__ void send16(u32 at, uint4 v) {
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+__device__ __forceinline__ void send16(u32 at, uint4 v, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at), "r"(v.x),
+                 "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+                 : "memory");
 }
 
 // --- matrix instructions ---

@@ -109,8 +109,8 @@ def kernel(function: Any, *, threads: int, cluster: int, shared: int) -> Kernel:
 def launch(kernel: Kernel, grid: tuple[int, int], args: Sequence[Any]) -> None:
     """Start a kernel on the current stream, as soon as the one in front has started.
 
-    :param args: tensors (their addresses), None (a null address), Maps, ints (of 32 bits), floats, and values of a ctypes
-        type.
+    :param args: tensors (their addresses), None (a null address), Maps, ints (of 32 bits), floats, and values of a
+        ctypes type.
     """
     held = [_argument(arg) for arg in args]
     addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))

@@ -1,4 +1,4 @@
-"""All layers of an action expert on Hopper, five launches a layer: hopper.cuh, stack_products.cu and stack_attend.cu.
+"""All layers of an action expert on Hopper, five launches each: hopper.cuh, stack_products.cu and stack_attend.cu.
 
 Separate kernels in Triton take eight launches a layer: attention's spans, and the sums of products whose inputs are cut,
 go through the L2 cache into a second kernel, and each norm is a part of one. Here the blocks of one cluster add them
@@ -27,8 +27,8 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block, and in
-    how many parts x comes that take one another's place.
+    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block, and
+    in how many parts x comes that take one another's place.
     """
 
     outputs: int
@@ -42,7 +42,7 @@ class Cuts(NamedTuple):
 
     project: Cut = Cut(64, 4)
     attend: tuple[int, int] = (16, 64)
-    o: Cut = Cut(64, 8)
+    o: Cut = Cut(64, 4)
     gated: Cut = Cut(128, 2, 2)
     down: Cut = Cut(72, 8)
 
@@ -106,12 +106,12 @@ class Kernels(NamedTuple):
 
 
 def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
-    """Of a block of a product: as Product::BYTES in expert.cu. :param tall: rows of x's panels, 56 or 64."""
+    """Of a block of a product: as Product in stack_products.cu has it. :param tall: rows of x's panels, 56 or 64."""
     part, each = inputs // cut.blocks, -(-tall // cut.blocks)
     pitch = (cut.outputs + 23) // 32 * 32 + 8
-    rows = max(part // 64 // cut.turns * tall * 128 + (64 - tall) * 128, cut.blocks * each * pitch * 4)
+    rows = part // 64 // cut.turns * tall * 128 + (64 - tall) * 128
     own = each * (cut.outputs // 4) * 4 if marks else 0
-    return 1024 + part // 64 * cut.outputs * 128 + rows + 64 + 256 + own
+    return 1024 + part // 64 * cut.outputs * 128 + rows + cut.blocks * each * pitch * 4 + 64 + 256 + own
 
 
 def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tuple[str, Cut, int]]:
@@ -124,10 +124,8 @@ def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tupl
     }
 
 
-def expressions(
-    width: int, inner: int, queries: int, tall: int, cuts: Cuts
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Field of Kernels -> the kernel's instance, and widths of its matrix instructions. :param tall: rows of a panel."""
+def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Field of Kernels -> the kernel's instance, and its matrix instructions' widths. :param tall: rows of a panel."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
         more = f", {HEAD // 2}" if name == "project" else ""
@@ -152,7 +150,7 @@ def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, device:
         shared = shared_bytes(cut, inputs, tall, marks=op == "add_product")
         made[name] = hopper.kernel(functions[name], threads=128 * cut.groups, cluster=cut.blocks, shared=shared)
     blocks, columns = cuts.attend
-    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 64 * 8
+    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 64 * 8 + 8
     made["attend"] = hopper.kernel(functions["attend"], threads=128, cluster=blocks, shared=shared)
     made["scale_rows"] = hopper.kernel(functions["scale_rows"], threads=256, cluster=1, shared=0)
     return Kernels(**made)
@@ -172,11 +170,11 @@ def stack(
     *,
     cuts: Cuts = MEASURED,
 ) -> Tensor:
-    """See :func:`phyai_kernels.reference.stack`; ``start`` + S is ``lengths``, and columns before ``start`` were written
-    before the kernel in front. More rows or columns than the kernels take go to ``ops``, one by one.
+    """See :func:`phyai_kernels.reference.stack`; ``start`` + S is ``lengths``, and columns before ``start`` were
+    written before the kernel in front. More rows or columns than the kernels take go to ``ops``, one by one.
 
-    :raises ValueError: as tiles.check_launch; another accelerator or dtype, sizes that do not fit, or a norm with a shift
-        whose ``moved`` nobody made.
+    :raises ValueError: as tiles.check_launch; another accelerator or dtype, sizes that do not fit, or a norm with a
+        shift whose ``moved`` nobody made.
     """
     check_launch(x, *weights[0], keys, values)
     batch, tokens, width = x.shape
@@ -187,7 +185,9 @@ def stack(
     _check(x, weights, norms, keys, heads)
     tall = 56 if batch * tokens <= 56 else 64
     made = kernels(width, weights[0].down.shape[1], heads * dim, tall, cuts, x.device.index)
-    span = _Span(keys, values, start, lengths, tuple(part.expand(batch, tokens, dim // 2).contiguous() for part in table))
+    span = _Span(
+        keys, values, start, lengths, tuple(part.expand(batch, tokens, dim // 2).contiguous() for part in table)
+    )
     run = _Run(made, cuts, span, (batch, tokens, heads, kv_heads, columns), tall)
     x = x.contiguous()
     scaled, squares = torch.empty_like(x), torch.empty((batch * tokens, 1), device=x.device)
@@ -202,7 +202,9 @@ def stack(
 
 def _check(x: Tensor, weights: Sequence[LayerWeights], norms: Sequence[Norm], keys: Tensor, heads: int) -> None:
     if torch.cuda.get_device_capability(x.device) != (9, 0):
-        raise ValueError(f"built for Hopper, compute capability 9.0: this is {torch.cuda.get_device_capability(x.device)}")
+        raise ValueError(
+            f"built for Hopper, compute capability 9.0: this is {torch.cuda.get_device_capability(x.device)}"
+        )
     if x.dtype != torch.bfloat16:
         raise ValueError(f"no kernel for {x.dtype}; bfloat16 has one")
     if keys.shape[4] != HEAD or heads % keys.shape[2]:
@@ -258,7 +260,9 @@ class _Run(NamedTuple):
         stream = self.add_product(self.kernels.o, self.cuts.o, attended, layer.o, stream, vectors, layer.down)
         gated = self.gated_up(stream, layer.gate_up, between.moved, after and after.qkv)
         vectors = between.gate, behind.scale
-        return self.add_product(self.kernels.down, self.cuts.down, gated, layer.down, stream, vectors, after and after.o)
+        return self.add_product(
+            self.kernels.down, self.cuts.down, gated, layer.down, stream, vectors, after and after.o
+        )
 
     def project(self, i: int, stream: _Stream, weight: Tensor, moved: Tensor | None) -> Tensor:
         """Rotated queries [B, heads, S, D]; K and V are in the slab."""

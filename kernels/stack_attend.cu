@@ -14,23 +14,25 @@ __device__ __forceinline__ uint4 gather(u32 a, u32 b, u32 c, u32 d) {
 }
 
 // This block's part of each row to the block that ends the row: rounded, and since CL parts are added, their error is below
-// the result's. :param sum, peak, weight: of rows `row` and row + 8. :param to, notes: where this block's parts belong there.
+// the result's. :param sum, peak, weight: of rows `row` and row + 8. :param to, notes, barrier: where this
+// block's parts belong there, and what counts them.
 template <int CL>
 __device__ __forceinline__ void send_part(
-    const float (&sum)[128], const float (&peak)[2], const float (&weight)[2], u32 to, u32 notes, int row) {
+    const float (&sum)[128], const float (&peak)[2], const float (&weight)[2], u32 to, u32 notes, u32 barrier,
+    int row) {
     constexpr int EACH = 64 / CL;
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         int r = row + h * 8;
-        u32 there = in_block(to + r % EACH * 512, r / EACH);
+        u32 there = in_block(to + r % EACH * 512, r / EACH), told = in_block(barrier, r / EACH);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float* at = sum + 16 * i + 2 * h;
             uint4 whole = gather(pack(at[0], at[1]), pack(at[4], at[5]), pack(at[8], at[9]), pack(at[12], at[13]));
-            send16(there + ((4 * i + lane % 4 ^ r % 8) << 4), whole);
+            send16(there + ((4 * i + lane % 4 ^ r % 8) << 4), whole, told);
         }
-        if (lane % 4 == 0) send2(in_block(notes + r % EACH * 8, r / EACH), peak[h], weight[h]);
+        if (lane % 4 == 0) send2(in_block(notes + r % EACH * 8, r / EACH), peak[h], weight[h], told);
     }
 }
 
@@ -43,11 +45,16 @@ __global__ void __launch_bounds__(128) attend(
     extern __shared__ char chip[];
     start_next();
     u32 q = shared_at(chip) + (1024 - shared_at(chip) % 1024) % 1024, k = q + Q_BYTES, v = k + K_BYTES;
-    u32 notes = v + K_BYTES;  // peaks and weights of all blocks' parts of own rows
+    u32 notes = v + K_BYTES, barrier = notes + 64 * 8;  // notes: peaks and weights of all blocks' parts of own rows
     int rank = blockIdx.x % CL, tile = blockIdx.x / CL, pair = blockIdx.y, batch = pair / kv_heads, kv = pair % kv_heads;
     int packed = group * queries, begin = rank * KEYS;
     int length = min(columns, static_cast<int>(lengths[batch])), end = max(begin, min(begin + KEYS, length));
     int old = max(begin, min(end, length - queries));  // columns below were written long ago
+    if (threadIdx.x == 0) {
+        make_barrier(barrier);
+        show_barriers();
+        expect(barrier, CL * EACH * (DIM * 2 + 8));
+    }
     auto bring_columns = [&](u32 to, const Slab& slab, int from, int until) {
         const u16* at = slab.at + batch * slab.batch + kv * slab.head;
         for (int i = threadIdx.x; i < (until - from) * CHUNKS; i += 128) {
@@ -119,9 +126,8 @@ __global__ void __launch_bounds__(128) attend(
     commit_products();
     wait_products();
     meet();
-    send_part<CL>(sum, peak, weight, k + rank * EACH * DIM * 2, notes + rank * EACH * 8, row);
-    arrive();
-    meet();
+    send_part<CL>(sum, peak, weight, k + rank * EACH * DIM * 2, notes + rank * EACH * 8, barrier, row);
+    wait_bytes(barrier);
     for (int i = threadIdx.x; i < EACH * CHUNKS; i += 128) {
         int own = i / CHUNKS, r = rank * EACH + own, c = i % CHUNKS, place = tile * 64 + r;
         if (place >= packed) continue;

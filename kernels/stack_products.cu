@@ -3,19 +3,17 @@
 // second kernel, the same bits in each run. A norm is no kernel either. Its producer leaves x * (1 + scale) and, per row,
 // sums of x * x; its consumer multiplies its product by 1 / rms(x) and adds shift @ W, which was made at load.
 //
-// Shared memory is what keeps a kernel from being there early. So x may come in TURNS parts that take one another's place,
-// and the sums that are received take x's.
+// Shared memory is what keeps a kernel from being there early: x may come in TURNS parts that take one another's place.
 
 template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 struct Product {
     static constexpr int THREADS = 128 * GROUPS, PANELS = K / 64, STAGES = PANELS >= 4 ? 4 : PANELS, EACH = (ROWS + CL - 1) / CL;
     static constexpr int PITCH = (N + 23) / 32 * 32 + 8;  // floats of a row of sums; no two rows of a store share a bank
     static constexpr int EVERY = PANELS / STAGES, HELD = PANELS / TURNS, SLOT = EACH * PITCH * 4, W_BYTES = PANELS * N * ROW;
-    static constexpr int X_PANELS = HELD * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
-    static constexpr int X_BYTES = X_PANELS > CL * SLOT ? X_PANELS : CL * SLOT;
+    static constexpr int X_BYTES = HELD * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
     static_assert(STAGES % TURNS == 0 && PANELS % STAGES == 0, "a turn is whole stages");
 
-    u32 w, x, barriers;  // panels of the weight; of x, later all blocks' sums of own rows
+    u32 w, x, inbox, barriers;  // panels of the weight and of x; all blocks' sums of own rows
     float *factor, *marks;
     int rank, tile, first, last;  // of the cluster; rows that this block ends
 
@@ -23,8 +21,9 @@ struct Product {
         u32 up = (1024 - shared_at(chip) % 1024) % 1024;
         w = shared_at(chip) + up;
         x = w + W_BYTES;
-        barriers = x + X_BYTES;  // of the weights, and of each stage of x
-        factor = reinterpret_cast<float*>(chip + up + W_BYTES + X_BYTES + 64);
+        inbox = x + X_BYTES;
+        barriers = inbox + CL * SLOT;  // of the weights, each stage of x, the sums
+        factor = reinterpret_cast<float*>(chip + up + W_BYTES + X_BYTES + CL * SLOT + 64);
         marks = factor + 64;
         rank = blockIdx.x % CL;
         tile = blockIdx.x / CL;
@@ -32,11 +31,13 @@ struct Product {
         first = min(rank * each, rows);
         last = min(first + each, rows);
         if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES + 1; ++i) make_barrier(barriers + i * 8);
+            for (int i = 0; i < STAGES + 2; ++i) make_barrier(barriers + i * 8);
             show_barriers();
             expect(barriers, W_BYTES);
+            expect(barriers + (STAGES + 1) * 8, CL * (last - first) * N * 4);
         }
         __syncthreads();
+        ready();
     }
 
     // One box of the weight's rows for each panel. :param at: of the box in the tile. By one thread.
@@ -56,7 +57,7 @@ struct Product {
             for (int stage = 0; stage < STAGES / TURNS; ++stage) bring_stage(map, stage);
     }
 
-    // All blocks' sums of this block's rows come to where x was.
+    // All blocks' sums of this block's rows come into the inbox.
     __device__ void multiply(const Map& map, int rows) {
         float sum[N / GROUPS / 2];
         u32 mine = (threadIdx.x / 128) * (N / GROUPS) * ROW;
@@ -76,24 +77,24 @@ struct Product {
             }
         }
         wait_products();
-        ready();
         int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane / 4, each = (rows + CL - 1) / CL;
-        u32 at = x + rank * SLOT + (threadIdx.x / 128 * (N / GROUPS) + lane % 4 * 2) * 4;
-        u32 upper = in_block(at + r % each * PITCH * 4, min(r / each, CL - 1));
-        u32 lower = in_block(at + (r + 8) % each * PITCH * 4, min((r + 8) / each, CL - 1));
-        meet();  // nobody reads x any more
+        int upper = min(r / each, CL - 1), lower = min((r + 8) / each, CL - 1);
+        u32 at = inbox + rank * SLOT + (threadIdx.x / 128 * (N / GROUPS) + lane % 4 * 2) * 4, done = barriers + (STAGES + 1) * 8;
+        u32 to[2] = {in_block(at + r % each * PITCH * 4, upper), in_block(at + (r + 8) % each * PITCH * 4, lower)};
+        u32 told[2] = {in_block(done, upper), in_block(done, lower)};
+        meet();  // all blocks live, and their barriers
 #pragma unroll
         for (int j = 0; j < N / GROUPS / 8; ++j) {
-            if (r < rows) send2(upper + j * 32, sum[4 * j], sum[4 * j + 1]);
-            if (r + 8 < rows) send2(lower + j * 32, sum[4 * j + 2], sum[4 * j + 3]);
+            if (r < rows) send2(to[0] + j * 32, sum[4 * j], sum[4 * j + 1], told[0]);
+            if (r + 8 < rows) send2(to[1] + j * 32, sum[4 * j + 2], sum[4 * j + 3], told[1]);
         }
-        arrive();
-        meet();
+        wait_bytes(done);
+        __syncthreads();  // and the factors are there
     }
 
     // Four outputs of one of this block's rows, all inputs.
     __device__ float4 total(int r, int c) {
-        u32 at = x + (r * PITCH + c) * 4;
+        u32 at = inbox + (r * PITCH + c) * 4;
         float4 sum = read4(at);
 #pragma unroll
         for (int i = 1; i < CL; ++i) {

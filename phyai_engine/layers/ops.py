@@ -95,7 +95,12 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     "split_rotate": lambda x, table, k, v, start, heads: (*x.shape[:2], heads, k.shape[1], k.shape[3], k.shape[2]),
     "attend": lambda q, k, v, lengths=None: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3]),
     "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None: (
-        *x.shape, w[0].down.shape[1], heads, k.shape[2], k.shape[4], k.shape[3]
+        *x.shape,
+        w[0].down.shape[1],
+        heads,
+        k.shape[2],
+        k.shape[4],
+        k.shape[3],
     ),
 }
 

@@ -18,7 +18,8 @@ from phyai_engine.graphs import Graphs, Staging
 from phyai_engine.models import Capturable
 from phyai_engine.models.fake import FakeModel, FakeOptions
 from phyai_engine.models.pi import PiModel, PiOptions
-from phyai_engine.models.pi_compact import BatchShape, arrange, captured_shapes, shape_of, stage, staged
+from phyai_engine.models.pi_compact import BatchShape, arrange, captured_shapes, shape_of, stage
+from phyai_engine.models.pi_compact import staged as staged_arrays
 from phyai_engine.policy import captured_graphs
 from phyai_engine.rtc import IDENTITY, PLAIN, Guidance, prefix_weights
 from phyai_engine.runner import Runner
@@ -125,7 +126,7 @@ def test_images_are_staged_however_they_lie_in_memory() -> None:
     fixed.flags.writeable = False
     shape = BatchShape(1, 2, 59)
     for given in (images, fixed, gaps):
-        into = {name: np.full(spec.shape, 7, spec.dtype) for name, spec in staged(options, shape).items()}
+        into = {name: np.full(spec.shape, 7, spec.dtype) for name, spec in staged_arrays(options, shape).items()}
         stage(options, shape, [whole.inputs | {"images": given}], into)
         assert (into["images"] == images).all()
 

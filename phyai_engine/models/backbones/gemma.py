@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from phyai_engine.layers.ops import Ops
 from phyai_engine.layers.rotary import Rotary
 
-
 Norms = Callable[[int], Norm]
 """Index -> norm: 2i is layer i's before attention, 2i+1 before the MLP, 2*depth the final one."""
 
