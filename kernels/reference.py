@@ -6,11 +6,39 @@ Every fused form is a file of the operator's name beside this one, with a functi
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 EPS = 1e-6  # every norm of the pi family (SigLIP LayerNorm, Gemma RMSNorm, adaRMS)
+
+
+class Norm(NamedTuple):
+    """Vectors of one norm, [width] fp32 each.
+
+    :param scale: the gain's offset from 1. :param shift: None for a plain RMSNorm.
+    :param gate: of the sub-layer behind the norm; None adds its output as it is.
+    :param moved: shift @ W.T of the product behind the norm, [outputs] fp32, made once; a fused form may add it there
+        instead of ``shift``. None with a shift: nobody made it.
+    """
+
+    scale: Tensor
+    shift: Tensor | None = None
+    gate: Tensor | None = None
+    moved: Tensor | None = None
+
+
+class LayerWeights(NamedTuple):
+    """Matrices of one decoder layer. :param qkv, gate_up: as ``project_rotate`` and ``gated_up`` have them."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
 
 
 def rms_normalise(x: Tensor) -> Tensor:
@@ -175,3 +203,37 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None =
     weights = torch.softmax(logits, dim=-1).to(values.dtype)
     mixed = weights @ values
     return mixed.view(batch, heads, rows, dim).transpose(1, 2).flatten(2)
+
+
+def stack(
+    x: Tensor,
+    weights: Sequence[LayerWeights],
+    norms: Sequence[Norm],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    table: tuple[Tensor, Tensor],
+    heads: int,
+    ops: Any = None,
+) -> Tensor:
+    """Decoder layers, and the norm behind the last.
+
+    :param x: [B, S, width]. :param norms: 2i is layer i's before attention, 2i+1 before the MLP; one more than that.
+    :param keys, values: [depth, B, kv, C, D], written in place. :param lengths: [B] int64, columns that row b sees, its
+        own tokens included. :param start, table, heads: as ``project_rotate`` has them.
+    :param ops: implementations of the operators that it calls, by name; this module's unless given.
+    :return: like x
+    """
+    ops = ops or sys.modules[__name__]
+    scale, shift = norms[0][:2]
+    _, normed = ops.rms_norm(x, scale) if shift is None else ops.ada_rms_norm(x, scale, shift)
+    for i, layer in enumerate(weights):
+        before, between, behind = norms[2 * i : 2 * i + 3]
+        slabs = keys[i], values[i]
+        query = ops.project_rotate(normed, layer.qkv, table, *slabs, start, heads)
+        attended = ops.attend(query, *slabs, lengths)
+        x, normed = ops.linear_norm(attended, layer.o, x, between.scale, between.shift, before.gate)
+        inner = ops.gated_up(normed, layer.gate_up)
+        x, normed = ops.linear_norm(inner, layer.down, x, behind.scale, behind.shift, between.gate)
+    return normed

@@ -38,6 +38,7 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "project_rotate": ("batch", "tokens", "inputs", "heads", "kv_heads", "head_dim", "columns"),
     "split_rotate": ("batch", "tokens", "heads", "kv_heads", "head_dim", "columns"),  # columns of the K/V slab
     "attend": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
+    "stack": ("batch", "tokens", "width", "inner", "heads", "kv_heads", "head_dim", "columns"),  # inner: the MLP's
 }
 
 # Operator -> kind -> module whose function of the operator's name is a candidate, best first. Imported when asked for.
@@ -53,6 +54,7 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
     "project_rotate": {"triton": "phyai_kernels.project_rotate"},
     "split_rotate": {"triton": "phyai_kernels.split_rotate"},
     "attend": {"triton": "phyai_kernels.attend"},
+    "stack": {"cuda": "phyai_kernels.stack"},
 }
 
 
@@ -92,6 +94,14 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     "project_rotate": lambda x, w, table, k, v, start, heads: (*x.shape, heads, k.shape[1], k.shape[3], k.shape[2]),
     "split_rotate": lambda x, table, k, v, start, heads: (*x.shape[:2], heads, k.shape[1], k.shape[3], k.shape[2]),
     "attend": lambda q, k, v, lengths=None: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3]),
+    "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None: (
+        *x.shape,
+        w[0].down.shape[1],
+        heads,
+        k.shape[2],
+        k.shape[4],
+        k.shape[3],
+    ),
 }
 
 
@@ -145,6 +155,7 @@ class Ops:
     project_rotate: Callable[..., Tensor] = reference.project_rotate
     split_rotate: Callable[..., Tensor] = reference.split_rotate
     attend: Callable[..., Tensor] = reference.attend
+    stack: Callable[..., Tensor] = reference.stack  # calls the others, as it is given them
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -201,6 +212,8 @@ def _first_that_passes(
     op: str, kinds: Mapping[str, str], kind: Kind, device: torch.device, shapes: Mapping[OpShape, str]
 ) -> tuple[Any, str]:
     """See ``_choose``. :param kinds: candidates, best first."""
+    if not kinds:
+        return None, f"reference, it has no {kind} form: the other operators, one by one"
     refused = []
     for name, module in kinds.items():
         served = [shape for shape, choice in shapes.items() if choice in ("", name)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from phyai_kernels import reference
+from phyai_kernels.reference import LayerWeights, Norm
 from torch import Tensor
 
 # Allowed |error| as a part of the largest expected value. bfloat16 rounds to 2**-9 of a value, and again where the
@@ -137,6 +138,26 @@ def _attend(
     yield query, *(slab.masked_fill(beyond[:, None, :, None], float("nan")) for slab in slabs), lengths
 
 
+def _stack(
+    draw: _Draw, batch: int, tokens: int, width: int, inner: int, heads: int, kv_heads: int, dim: int, columns: int
+) -> Iterator[tuple[Any, ...]]:
+    layers, rows = 2, (heads + 2 * kv_heads) * dim
+    sizes = (rows, width), (width, heads * dim), (2 * inner, width), (width, inner)
+    weights = tuple(LayerWeights(*(draw.x(*size, scale=size[1] ** -0.5) for size in sizes)) for _ in range(layers))
+    slabs = [draw.x(layers, batch, kv_heads, columns, dim) for _ in range(2)]
+    start = draw.columns(batch, 0, columns - tokens)
+    angles = draw.wide(batch, tokens, dim // 2)
+    rest = *slabs, start, start + tokens, (angles.cos(), angles.sin()), heads
+    plain = [Norm(draw.wide(width, scale=0.1)) for _ in range(2 * layers + 1)]
+    yield draw.x(batch, tokens, width), weights, tuple(plain), *rest
+    behind = [matrix for layer in weights for matrix in (layer.qkv, layer.gate_up)]
+    shifts = [draw.wide(width, scale=0.1) for _ in plain]
+    moved = [shift @ matrix.float().T for shift, matrix in zip(shifts, behind, strict=False)]
+    gates = [draw.wide(width) for _ in plain]
+    adaptive = zip((norm.scale for norm in plain), shifts, gates, [*moved, None], strict=True)
+    yield draw.x(batch, tokens, width), weights, tuple(Norm(*vectors) for vectors in adaptive), *rest
+
+
 _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "rms_norm": _rms_norm,
     "ada_rms_norm": _ada_rms_norm,
@@ -149,11 +170,12 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "project_rotate": _project_rotate,
     "split_rotate": _split_rotate,
     "attend": _attend,
+    "stack": _stack,
 }
 
 
 # Operator -> where its arguments hold the slabs of keys and values that it writes into.
-_SLABS = {"split_rotate": 2, "project_rotate": 3}
+_SLABS = {"split_rotate": 2, "project_rotate": 3, "stack": 3}
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -162,10 +184,11 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _map(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    """Every tensor of the arguments changed, also inside a tuple."""
-    return tuple(
+    """Every tensor of the arguments changed, also inside a tuple, which keeps its names."""
+    changed = [
         change(arg) if isinstance(arg, Tensor) else _map(arg, change) if isinstance(arg, tuple) else arg for arg in args
-    )
+    ]
+    return type(args)(*changed) if hasattr(args, "_fields") else tuple(changed)
 
 
 def _results(op: str, implementation: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, ...]:

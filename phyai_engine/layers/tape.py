@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from phyai_kernels import backward
+from phyai_kernels import backward, reference
 from torch import Tensor
 
 from phyai_engine.errors import EngineError
@@ -178,8 +178,9 @@ class Tape:
     def __init__(self, ops: Ops) -> None:
         self._calls: list[Call] = []
         self._own: dict[int, tuple[Tensor, int]] = {}
-        names = [field.name for field in fields(Ops) if field.name != "reasons"]
+        names = [field.name for field in fields(Ops) if field.name not in ("reasons", "stack")]
         kept: dict[str, Any] = {name: self._kept(name, getattr(ops, name)) for name in names}
+        kept["stack"] = reference.stack  # not as one call, but the kept calls that it is made of
         self.ops: Ops = replace(ops, **kept)
 
     def _kept(self, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:

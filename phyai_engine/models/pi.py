@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from phyai_kernels import backward
+from phyai_kernels import backward, reference
+from phyai_kernels.reference import Norm
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,7 +27,7 @@ from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
 from phyai_engine.models import pi_compact
-from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Norms, Span
+from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
 from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions
@@ -95,6 +96,8 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
             OpShape("gated_up", dtype, (rows, width, mlp)),
             OpShape("linear_norm", dtype, (rows, mlp, width)),
         ]
+    sizes = o.exp_width, o.exp_mlp, o.heads, o.kv_heads, o.head_dim, columns
+    shapes += [OpShape("stack", dtype, (1, rows, *sizes)) for *_, rows, width, _ in passes if width == o.exp_width]
     heads = [(o.action_dim, o.exp_width), (o.exp_width, o.action_dim)]
     if o.variant == "pi0":
         heads += [(o.exp_width, o.exp_width)]
@@ -123,12 +126,14 @@ class PiModel(nn.Module):
     rotary_frequencies: Tensor
     modulation: Tensor
     time_rows: Tensor
+    moved: Sequence[Tensor]  # of pi0.5's expert, where a fused form reads it: norm -> ``Norm.moved`` of each step
 
     def __init__(self, options: PiOptions) -> None:
         super().__init__()
         o = self.options = options
         self.spec = options.spec()
         self.ops = Ops()
+        self.moved = ()
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         pi0, width, vision = options.variant == "pi0", options.exp_width, _vision_dtype(options, self.dtype)
         self.vision = Siglip(
@@ -235,7 +240,13 @@ class PiModel(nn.Module):
         own["embedding"].mul_(options.width**0.5)  # rounded once, as a product with the looked-up row would be
         model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
         model.ops = load_ops(options.kernels, device=device, shapes=op_shapes(options, model.dtype))
+        if options.variant == "pi05" and model.ops.stack is not reference.stack:
+            model.moved = model.moved_shifts()
         return model
+
+    def moved_shifts(self) -> list[Tensor]:
+        """``Norm.moved`` of pi0.5's expert: of each norm but the last [N + 1, outputs]; the last row is of time 0."""
+        return [self.modulation[:, i, 1] @ behind.float().T for i, behind in enumerate(self.expert.behind_norms())]
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         """See :class:`phyai_engine.models.Model`."""
@@ -376,7 +387,7 @@ class PiModel(nn.Module):
         def norm(index: int) -> Norm:
             own = self.modulation[step, index]
             if clean is None:
-                return Norm(*own)
+                return Norm(*own, self.moved[index][step] if index < len(self.moved) else None)
             return Norm(
                 *(torch.where(clean, zero, row) for zero, row in zip(self.modulation[-1, index], own, strict=True))
             )

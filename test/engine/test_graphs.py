@@ -18,7 +18,8 @@ from phyai_engine.graphs import Graphs, Staging
 from phyai_engine.models import Capturable
 from phyai_engine.models.fake import FakeModel, FakeOptions
 from phyai_engine.models.pi import PiModel, PiOptions
-from phyai_engine.models.pi_compact import BatchShape, arrange, captured_shapes, shape_of
+from phyai_engine.models.pi_compact import BatchShape, arrange, captured_shapes, shape_of, stage
+from phyai_engine.models.pi_compact import staged as staged_arrays
 from phyai_engine.policy import captured_graphs
 from phyai_engine.rtc import IDENTITY, PLAIN, Guidance, prefix_weights
 from phyai_engine.runner import Runner
@@ -114,6 +115,20 @@ def test_a_larger_shape_holds_the_same_tokens_in_the_same_places() -> None:
         moved = np.where(exact.source[b, :valid] < 50, exact.source[b, :valid], exact.source[b, :valid] + 50)
         assert (padded.source[b, :valid] == moved).all()  # the words stand behind two more images
     assert padded.source.shape == (2, 59) and padded.source.max() < 4 * 25 + 18
+
+
+def test_images_are_staged_however_they_lie_in_memory() -> None:
+    """From a received message, which must not be written, or a view with gaps."""
+    options = small()
+    whole = row(options, 1, prompt=3, cameras=(True, True))
+    images = whole.inputs["images"]
+    fixed, gaps = images.copy(), np.repeat(images, 2, axis=-1)[..., ::2]
+    fixed.flags.writeable = False
+    shape = BatchShape(1, 2, 59)
+    for given in (images, fixed, gaps):
+        into = {name: np.full(spec.shape, 7, spec.dtype) for name, spec in staged_arrays(options, shape).items()}
+        stage(options, shape, [whole.inputs | {"images": given}], into)
+        assert (into["images"] == images).all()
 
 
 def test_an_observation_without_any_token_has_a_shape() -> None:

@@ -400,6 +400,9 @@ def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> 
         "attend": lambda q, keys, values, lengths=None: (
             *q.shape[:2], keys.shape[1], q.shape[2], keys.shape[2], q.shape[3]
         ),
+        "stack": lambda x, weights, norms, keys, values, start, lengths, table, heads, ops: (
+            *x.shape, weights[0].down.shape[1], heads, keys.shape[2], keys.shape[4], keys.shape[3]
+        ),
         **dict.fromkeys(("rms_norm", "ada_rms_norm", "layer_norm"), lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
     }  # fmt: skip
 
@@ -432,4 +435,7 @@ def test_the_listed_operator_calls_are_those_that_are_made(options: PiOptions) -
     made = recorded_calls(model, inputs, noise_of(options, batch=1))
     unlisted = {(op, dtype, dims) for op, dtype, dims in made if op == "project_rotate" and dims[3] == 0}
     assert unlisted  # K and V of a last layer, without queries: OpShape has no such size
+    prefix = {(op, dtype, dims) for op, dtype, dims in made if op == "stack" and dims[2] == options.width}
+    assert len(prefix) == 1 and options.width != options.exp_width
+    unlisted |= prefix  # its rows are too many for any fused form: the other operators, one by one
     assert made - unlisted == {(shape.op, shape.dtype, shape.dims) for shape in op_shapes(options, model.dtype)}

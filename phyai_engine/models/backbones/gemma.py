@@ -8,26 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
+from phyai_kernels.reference import LayerWeights, Norm
 from torch import Tensor, nn
 
 from phyai_engine.layers.ops import Ops
 from phyai_engine.layers.rotary import Rotary
-
-
-class Norm(NamedTuple):
-    """Vectors of one norm, [width] fp32 each.
-
-    :param scale: the gain's offset from 1. :param shift: None for a plain RMSNorm.
-    :param gate: of the sub-layer behind the norm; None adds its output as it is.
-    """
-
-    scale: Tensor
-    shift: Tensor | None = None
-    gate: Tensor | None = None
-
 
 Norms = Callable[[int], Norm]
 """Index -> norm: 2i is layer i's before attention, 2i+1 before the MLP, 2*depth the final one."""
@@ -91,6 +79,10 @@ class _Layer(nn.Module):
         self.gate_up = nn.Linear(options.width, 2 * options.mlp, bias=False, dtype=dtype)
         self.down = nn.Linear(options.mlp, options.width, bias=False, dtype=dtype)
 
+    def weights(self) -> LayerWeights:
+        """Of a whole layer."""
+        return LayerWeights(self.qkv.weight, self.o.weight, self.gate_up.weight, self.down.weight)
+
 
 class GemmaStack(nn.Module):
     """One stack. :param dtype: of its matrices and activations; norm weights are fp32."""
@@ -111,6 +103,11 @@ class GemmaStack(nn.Module):
         """RMSNorm with the stack's own weights."""
         return Norm(cast("Tensor", self.norms)[index])
 
+    def behind_norms(self) -> list[Tensor]:
+        """The matrix that reads each norm, the final one left out."""
+        whole = (self._at(i).weights() for i in range(self.options.depth))
+        return [matrix for layer in whole for matrix in (layer.qkv, layer.gate_up)]
+
     def forward(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
         """Final-normed hidden states. :param x: [B, S, width]. :return: the same shape."""
         return self._run(self.options.depth, x, span, norms, ops)
@@ -127,21 +124,11 @@ class GemmaStack(nn.Module):
 
     def _run(self, count: int, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
         """The first ``count`` layers. :return: the stream as the norm behind them leaves it."""
-        scale, shift, _ = norms(0)
-        _, normed = ops.rms_norm(x, scale) if shift is None else ops.ada_rms_norm(x, scale, shift)
-        for i in range(count):
-            x, normed = self._layer(i, x, normed, span, norms, ops)
+        weights = [self._at(i).weights() for i in range(count)]
+        found = [norms(i) for i in range(2 * count + 1)]
+        slab = span.keys, span.values, span.start, span.lengths
+        normed: Tensor = ops.stack(x, weights, found, *slab, span.rotary, self.options.heads, ops)
         return normed
 
     def _at(self, index: int) -> _Layer:
         return cast("Sequence[_Layer]", self.layers)[index]
-
-    def _layer(self, i: int, x: Tensor, normed: Tensor, span: Span, norms: Norms, ops: Ops) -> tuple[Tensor, Tensor]:
-        """The residual stream behind layer i, and its form normed for what follows."""
-        layer, keys, values = self._at(i), span.keys[i], span.values[i]
-        before, between, behind = (norms(2 * i + j) for j in range(3))
-        query = ops.project_rotate(normed, layer.qkv.weight, span.rotary, keys, values, span.start, self.options.heads)
-        attended = ops.attend(query, keys, values, span.lengths)
-        x, normed = ops.linear_norm(attended, layer.o.weight, x, between.scale, between.shift, before.gate)
-        inner = ops.gated_up(normed, layer.gate_up.weight)
-        return ops.linear_norm(inner, layer.down.weight, x, behind.scale, behind.shift, between.gate)

@@ -1,0 +1,146 @@
+// What CUDA C++ kernels for Hopper share. No header is needed; hopper.py compiles it in front of a kernel, with the structs
+// Mma<N> and Wide, one matrix instruction per width.
+//
+// Every kernel is started while the one in front still runs: it brings what nobody writes, its weights, into shared
+// memory, and only then waits for what the one in front computed. A kernel that has ended has waited for all before it.
+
+using u16 = unsigned short;
+using i64 = long long;
+
+constexpr int ROW = 128;  // bytes of a row in a panel: 64 values, the width of the hardware's widest swizzle
+
+__device__ __forceinline__ u32 shared_at(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// What ordinary writes left in shared memory, before the matrix unit or the copy engine reads it.
+__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- blocks of one cluster ---
+
+// A barrier in two halves: all are ready, none has seen what another wrote.
+__device__ __forceinline__ void ready() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void meet() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ u32 in_block(u32 at, int rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
+// --- barriers that count bytes ---
+
+__device__ __forceinline__ void make_barrier(u32 at) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory"); }
+__device__ __forceinline__ void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_bytes(u32 barrier) {  // of a barrier's first use
+    asm volatile(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@!p bra again;\n}" ::"r"(barrier)
+        : "memory");
+}
+
+// --- copies ---
+
+struct alignas(64) Map {  // the driver's description of a matrix in memory
+    u64 opaque[16];
+};
+
+// A box of a matrix, 64 columns wide, into a panel. :param column, row: its corner.
+__device__ __forceinline__ void bring(u32 to, const Map& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+// Ask for this block's part of a later kernel's weights to be brought into the second-level cache.
+__device__ __forceinline__ void ask_ahead(const char* from, i64 bytes) {
+    constexpr int SIZE = 4096;
+    i64 step = static_cast<i64>(gridDim.x) * blockDim.x * SIZE;
+    for (i64 at = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * SIZE; at < bytes; at += step) {
+        u32 size = static_cast<u32>(bytes - at < SIZE ? bytes - at : SIZE);
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(size) : "memory");
+    }
+}
+
+// --- shared memory ---
+
+__device__ __forceinline__ float4 read4(u32 at) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 read2(u32 at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint4 read16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
+// Into another block's shared memory, whose barrier counts it: a one-way trip, where a barrier of the cluster would wait for
+// the stores to be acknowledged. :param at, barrier: as in_block gives them.
+__device__ __forceinline__ void send2(u32 at, float a, float b, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(at), "f"(a), "f"(b), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void send16(u32 at, uint4 v, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at), "r"(v.x),
+                 "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+                 : "memory");
+}
+
+// --- matrix instructions ---
+
+__device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Descriptor of swizzled panels: one group of 8 rows is 1024 bytes from the next. Where the panels' 64 values go along the
+// product's inner axis `far` is not read; where along its outer axis, it is the bytes from one panel to the next.
+__device__ __forceinline__ u64 panels(u32 at, u32 far = 16) {
+    return static_cast<u64>((at & 0x3ffff) >> 4) | (static_cast<u64>(far >> 4) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
+}
+
+// Where 16-byte chunk c of row r stands in panels of `rows` rows.
+__device__ __forceinline__ u32 chunk_at(int rows, int r, int c) { return (c >> 3) * rows * ROW + r * ROW + (((c & 7) ^ (r & 7)) << 4); }
+
+// --- numbers ---
+
+__device__ __forceinline__ u32 pack(float low, float high) {  // two bfloat16, rounded to nearest even
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ float low_of(u32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
+__device__ __forceinline__ float rounded(float v) { return low_of(pack(v, 0.0f)); }
+
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float4 load4(const float* at) { return *reinterpret_cast<const float4*>(at); }

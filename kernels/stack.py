@@ -1,0 +1,326 @@
+"""All layers of an action expert on Hopper, five launches each: hopper.cuh, stack_products.cu and stack_attend.cu.
+
+Separate kernels in Triton take eight launches a layer: attention's spans, and the sums of products whose inputs are cut,
+go through the L2 cache into a second kernel, and each norm is a part of one. Here the blocks of one cluster add them
+through their shared memory. Worth it for one row of the batch, where the time is the weights' bytes and the borders
+between kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from phyai_kernels import hopper, reference
+from phyai_kernels.reference import EPS, LayerWeights, Norm
+from phyai_kernels.rms_norm import norm_rows
+from phyai_kernels.tiles import check_launch
+from torch import Tensor
+
+MOST_ROWS = 64
+HEAD = 256
+LOG2_E = 1.4426950408889634
+
+
+class Cut(NamedTuple):
+    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block, and
+    in how many parts x comes that take one another's place.
+    """
+
+    outputs: int
+    blocks: int
+    groups: int = 1
+    turns: int = 1
+
+
+class Cuts(NamedTuple):
+    """Of one layer. :param attend: blocks of a cluster and columns of a block."""
+
+    project: Cut = Cut(64, 4)
+    attend: tuple[int, int] = (16, 64)
+    o: Cut = Cut(64, 4)
+    gated: Cut = Cut(128, 2, 2)
+    down: Cut = Cut(72, 8)
+
+
+MEASURED = Cuts()
+
+
+def matrix_instruction(width: int) -> str:
+    """C++: sum[64, width] += A[64, 16] @ B[16, width], both swizzled panels in shared memory, inner axis contiguous."""
+    count = width // 2
+    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
+    return f"""
+template <> struct Mma<{width}> {{
+    static __device__ __forceinline__ void add(float (&sum)[{count}], u64 a, u64 b, int more) {{
+        asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
+            "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {_registers(count)}, %{count}, %{count + 1}, "
+            "p, 1, 1, 0, 0;}}" : {outputs} : "l"(a), "l"(b), "r"(more));
+    }}
+}};
+"""
+
+
+def wide_instruction(width: int) -> str:
+    """C++: the same with A [64, 16] in registers, and B's outer axis contiguous."""
+    count = width // 2
+    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""
+struct Wide {{
+    static __device__ __forceinline__ void add(float (&sum)[{count}], const u32* a, u64 b, int more) {{
+        asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
+            "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {_registers(count)}, {{{a}}}, %{count + 4}, "
+            "p, 1, 1, 1;}}" : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+    }}
+}};
+"""
+
+
+def _registers(count: int) -> str:
+    return "{" + ", ".join(f"%{i}" for i in range(count)) + "}"
+
+
+def source(widths: Sequence[int]) -> str:
+    """The whole program. :param widths: of the products' instructions."""
+    head = "using u32 = unsigned int;\nusing u64 = unsigned long long;\n#define NONE __int_as_float(0xff800000)\n"
+    head += "template <int N> struct Mma;\n"
+    made = "".join(matrix_instruction(width) for width in sorted(set(widths))) + wide_instruction(HEAD)
+    files = ("hopper.cuh", "stack_products.cu", "stack_attend.cu")
+    return head + made + "".join(Path(__file__).with_name(name).read_text() for name in files)
+
+
+class Kernels(NamedTuple):
+    """The compiled kernels of one size of model, number of rows and device."""
+
+    project: hopper.Kernel
+    attend: hopper.Kernel
+    o: hopper.Kernel
+    gated: hopper.Kernel
+    down: hopper.Kernel
+    scale_rows: hopper.Kernel
+
+
+def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
+    """Of a block of a product: as Product in stack_products.cu has it. :param tall: rows of x's panels, 56 or 64."""
+    part, each = inputs // cut.blocks, -(-tall // cut.blocks)
+    pitch = (cut.outputs + 23) // 32 * 32 + 8
+    rows = part // 64 // cut.turns * tall * 128 + (64 - tall) * 128
+    own = each * (cut.outputs // 4) * 4 if marks else 0
+    return 1024 + part // 64 * cut.outputs * 128 + rows + cut.blocks * each * pitch * 4 + 64 + 256 + own
+
+
+def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tuple[str, Cut, int]]:
+    """Field of Kernels -> the kernel's template, how it is cut, inputs. :param queries: values of all query heads."""
+    return {
+        "project": ("project_rotate", cuts.project, width),
+        "o": ("add_product", cuts.o, queries),
+        "gated": ("gated_up", cuts.gated, width),
+        "down": ("add_product", cuts.down, inner),
+    }
+
+
+def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Field of Kernels -> the kernel's instance, and its matrix instructions' widths. :param tall: rows of a panel."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
+        more = f", {HEAD // 2}" if name == "project" else ""
+        text = f"{op}<{cut.outputs}, {inputs // cut.blocks}, {cut.blocks}, {cut.groups}, {tall}, {cut.turns}{more}>"
+        found[name] = text, (cut.outputs // cut.groups,)
+    blocks, columns = cuts.attend
+    return found | {"attend": (f"attend<{blocks}, {columns}>", (columns,)), "scale_rows": ("scale_rows", ())}
+
+
+@functools.cache
+def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, device: int) -> Kernels:
+    """Compiled and loaded.
+
+    :raises ValueError: sizes that the cuts do not divide. :raises RuntimeError: as hopper.load.
+    """
+    found = expressions(width, inner, queries, tall, cuts)
+    functions = {name: hopper.load(source(widths), text, device) for name, (text, widths) in found.items()}
+    made = {}
+    for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
+        if inputs % (cut.blocks * 256) and inputs // cut.blocks not in (64, 128):
+            raise ValueError(f"{inputs} inputs are not whole panels of {cut.blocks} blocks")
+        shared = shared_bytes(cut, inputs, tall, marks=op == "add_product")
+        made[name] = hopper.kernel(functions[name], threads=128 * cut.groups, cluster=cut.blocks, shared=shared)
+    blocks, columns = cuts.attend
+    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 64 * 8 + 8
+    made["attend"] = hopper.kernel(functions["attend"], threads=128, cluster=blocks, shared=shared)
+    made["scale_rows"] = hopper.kernel(functions["scale_rows"], threads=256, cluster=1, shared=0)
+    return Kernels(**made)
+
+
+def stack(
+    x: Tensor,
+    weights: Sequence[LayerWeights],
+    norms: Sequence[Norm],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    table: tuple[Tensor, Tensor],
+    heads: int,
+    ops: Any = None,
+    *,
+    cuts: Cuts = MEASURED,
+) -> Tensor:
+    """See :func:`phyai_kernels.reference.stack`; ``start`` + S is ``lengths``, and columns before ``start`` were
+    written before the kernel in front. More rows or columns than the kernels take go to ``ops``, one by one.
+
+    :raises ValueError: as tiles.check_launch; another accelerator or dtype, sizes that do not fit, or a norm with a
+        shift whose ``moved`` nobody made.
+    """
+    check_launch(x, *weights[0], keys, values)
+    batch, tokens, width = x.shape
+    kv_heads, columns, dim = keys.shape[2:]
+    blocks, each = cuts.attend
+    if batch * tokens > MOST_ROWS or columns > blocks * each:
+        return reference.stack(x, weights, norms, keys, values, start, lengths, table, heads, ops)
+    _check(x, weights, norms, keys, heads)
+    tall = 56 if batch * tokens <= 56 else 64
+    made = kernels(width, weights[0].down.shape[1], heads * dim, tall, cuts, x.device.index)
+    span = _Span(
+        keys, values, start, lengths, tuple(part.expand(batch, tokens, dim // 2).contiguous() for part in table)
+    )
+    run = _Run(made, cuts, span, (batch, tokens, heads, kv_heads, columns), tall)
+    x = x.contiguous()
+    scaled, squares = torch.empty_like(x), torch.empty((batch * tokens, 1), device=x.device)
+    hopper.launch(made.scale_rows, (batch * tokens, 1), (x, norms[0].scale, scaled, squares, width))
+    stream = _Stream(x, scaled, squares)
+    for i, layer in enumerate(weights):
+        after = weights[i + 1] if i + 1 < len(weights) else None
+        stream = run.layer(i, stream, layer, norms[2 * i : 2 * i + 3], after)
+    scale, shift = norms[-1][:2]
+    return norm_rows(stream.total, scale, shift, None, None)[1]
+
+
+def _check(x: Tensor, weights: Sequence[LayerWeights], norms: Sequence[Norm], keys: Tensor, heads: int) -> None:
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        raise ValueError(
+            f"built for Hopper, compute capability 9.0: this is {torch.cuda.get_device_capability(x.device)}"
+        )
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"no kernel for {x.dtype}; bfloat16 has one")
+    if keys.shape[4] != HEAD or heads % keys.shape[2]:
+        raise ValueError(f"heads must have {HEAD} values: got {keys.shape[4]}, {heads} over {keys.shape[2]} K/V heads")
+    for matrix in (matrix for layer in weights for matrix in layer):
+        if not matrix.is_contiguous() or matrix.dtype != x.dtype:
+            raise ValueError(f"weights must be contiguous {x.dtype}: got {matrix.dtype}, strides {matrix.stride()}")
+    if any(norm.shift is not None and norm.moved is None for norm in norms[:-1]):
+        raise ValueError("a norm has a shift, and nobody made what it becomes behind the product (Norm.moved)")
+
+
+class _Span(NamedTuple):
+    """Of one call: slabs [depth, B, kv, C, D], first columns and lengths [B], cos and sin [B, S, D/2]."""
+
+    keys: Tensor
+    values: Tensor
+    start: Tensor
+    lengths: Tensor
+    table: tuple[Tensor, ...]
+
+
+class _Stream(NamedTuple):
+    """The residual stream [B, S, width], its form times 1 + scale of the norm behind it, and the sums of its squares.
+
+    :param squares: [rows, parts] fp32.
+    """
+
+    total: Tensor
+    scaled: Tensor
+    squares: Tensor
+
+
+class _Run(NamedTuple):
+    """What every layer of one call needs.
+
+    :param sizes: batch, tokens, heads, K/V heads, columns of the slab. :param tall: rows of a panel of x.
+    """
+
+    kernels: Kernels
+    cuts: Cuts
+    span: _Span
+    sizes: tuple[int, int, int, int, int]
+    tall: int
+
+    def layer(
+        self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm], after: LayerWeights | None
+    ) -> _Stream:
+        """Five launches; each asks for the weights of one behind it to come nearer."""
+        before, between, behind = norms
+        query = self.project(i, stream, layer.qkv, before.moved)
+        attended = self.attend(i, query, layer.gate_up)
+        vectors = before.gate, between.scale
+        stream = self.add_product(self.kernels.o, self.cuts.o, attended, layer.o, stream, vectors, layer.down)
+        gated = self.gated_up(stream, layer.gate_up, between.moved, after and after.qkv)
+        vectors = between.gate, behind.scale
+        return self.add_product(
+            self.kernels.down, self.cuts.down, gated, layer.down, stream, vectors, after and after.o
+        )
+
+    def project(self, i: int, stream: _Stream, weight: Tensor, moved: Tensor | None) -> Tensor:
+        """Rotated queries [B, heads, S, D]; K and V are in the slab."""
+        (batch, tokens, heads, kv_heads, columns), span, cut = self.sizes, self.span, self.cuts.project
+        query = torch.empty((batch, heads, tokens, HEAD), dtype=weight.dtype, device=weight.device)
+        slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
+        counts = batch * tokens, tokens, heads, kv_heads, columns, stream.squares.shape[1]
+        maps = _map(stream.scaled, self.tall), _map(weight, cut.outputs // 2)
+        args = *maps, stream.squares, moved, *span.table, query, *slabs, span.start, *_ahead(None), *counts
+        hopper.launch(self.kernels.project, (_blocks(cut, len(weight)), 1), (*args, EPS))
+        return query
+
+    def attend(self, i: int, query: Tensor, ahead: Tensor) -> Tensor:
+        """[B, S, heads * D]"""
+        (batch, tokens, heads, kv_heads, columns), span = self.sizes, self.span
+        out = torch.empty((batch, tokens, heads * HEAD), dtype=query.dtype, device=query.device)
+        slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
+        tiles, group = -(-heads // kv_heads * tokens // 64), heads // kv_heads
+        args = query, *slabs, span.lengths, out, *_ahead(ahead), tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E
+        hopper.launch(self.kernels.attend, (tiles * self.cuts.attend[0], batch * kv_heads), args)
+        return out
+
+    def gated_up(self, stream: _Stream, weight: Tensor, moved: Tensor | None, ahead: Tensor | None) -> Tensor:
+        """[B, S, inner]"""
+        rows, inner = len(stream.squares), len(weight) // 2
+        out = torch.empty((*stream.scaled.shape[:2], inner), dtype=weight.dtype, device=weight.device)
+        maps = _map(stream.scaled, self.tall), _map(weight, self.cuts.gated.outputs // 2)
+        args = *maps, stream.squares, moved, out, *_ahead(ahead), rows, inner, stream.squares.shape[1], EPS
+        hopper.launch(self.kernels.gated, (_blocks(self.cuts.gated, len(weight)), 1), args)
+        return out
+
+    def add_product(
+        self,
+        kernel: hopper.Kernel,
+        cut: Cut,
+        x: Tensor,
+        weight: Tensor,
+        stream: _Stream,
+        vectors: tuple[Tensor | None, Tensor],
+        ahead: Tensor | None,
+    ) -> _Stream:
+        """The stream behind a sub-layer. :param vectors: its gate, and the scale of the norm behind it."""
+        rows, blocks = len(stream.squares), _blocks(cut, len(weight))
+        total, scaled = torch.empty_like(stream.total), torch.empty_like(stream.total)
+        squares = torch.empty((rows, blocks // cut.blocks), device=x.device)
+        maps = _map(x, self.tall), _map(weight, cut.outputs)
+        args = *maps, stream.total, *vectors, total, scaled, squares, *_ahead(ahead), rows, len(weight)
+        hopper.launch(kernel, (blocks, 1), args)
+        return _Stream(total, scaled, squares)
+
+
+def _blocks(cut: Cut, outputs: int) -> int:
+    return -(-outputs // cut.outputs) * cut.blocks
+
+
+def _map(matrix: Tensor, box: int) -> hopper.Map:
+    return hopper.Map(matrix.view(-1, matrix.shape[-1]), box)
+
+
+def _ahead(weight: Tensor | None) -> tuple[Tensor | None, ctypes.c_int64]:
+    return weight, ctypes.c_int64(0 if weight is None else weight.nbytes)
