@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from phyai_kernels.products import fetch, launch_options, overlaps, requests
+from phyai_kernels.products_fp8 import coded
+from phyai_kernels.reference import FP8
 from phyai_kernels.tiles import (
     INTERPRETED,
     WAVE,
@@ -117,6 +119,7 @@ def _attend(
     mixed,
     peaks,
     sums,
+    inverse,
     columns,
     span,
     queries,
@@ -132,13 +135,15 @@ def _attend(
     BLOCK_N: tl.constexpr,
     LIMITED: tl.constexpr,
     MERGE: tl.constexpr,
+    CODE: tl.constexpr,
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """One tile of packed queries (row r is query r % queries of head r // queries) over one span of columns.
 
-    ``mixed`` receives the result, or with MERGE the sums of this span, beside their peaks and weights.
+    ``mixed`` receives the result, with CODE as e4m3, or with MERGE the sums of this span, beside their peaks and
+    weights.
     ``query_at``, ``key_at`` and ``value_at`` are strides: of the batch, the heads, and the queries or columns.
     """
     pair = tl.program_id(2).to(tl.int64)  # row of the batch and K/V head
@@ -178,6 +183,7 @@ def _attend(
     else:
         place = (batch * queries + row % queries) * (kv_heads * group) + head
         result = (summed / weight[:, None]).to(asked.dtype)
+        result = coded(result.to(tl.float32), inverse) if CODE else result
         tl.store(mixed + place[:, None] * DIM + depth[None, :], result, mask=held)
 
 
@@ -187,6 +193,7 @@ def _merge(
     peaks,
     sums,
     mixed,
+    inverse,
     spans,
     queries,
     group,
@@ -194,6 +201,7 @@ def _merge(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CODE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One packed query: the sums of all spans, each brought to the highest peak."""
@@ -215,18 +223,21 @@ def _merge(
     result = tl.sum(summed * share[:, None], axis=0) / weight
     head = pair % kv_heads * group + row // queries
     place = (pair // kv_heads * queries + row % queries) * (kv_heads * group) + head
-    tl.store(mixed + place * DIM + depth, result.to(mixed.dtype.element_ty), mask=depth < DIM)
+    result = coded(result, inverse) if CODE else result.to(mixed.dtype.element_ty)
+    tl.store(mixed + place * DIM + depth, result, mask=depth < DIM)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None, inverse: Tensor | None = None
+) -> Tensor:
     """See :func:`phyai_kernels.reference.attend`. All may be views whose last axis is contiguous.
 
-    A length beyond the slab counts as the slab's.
+    A length beyond the slab counts as the slab's. ``inverse`` codes the result.
 
     :raises ValueError: as tiles.check_launch; sizes or dtypes that do not fit, heads wider than 256, a last axis with
         gaps.
     """
-    check_launch(query, keys, values)
+    check_launch(query, keys, values, inverse)
     batch, heads, _, dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     if dim > WIDEST:
@@ -241,9 +252,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None =
     last_axis_is_dense(query=query, keys=keys, values=values)
     if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != torch.int64):
         raise ValueError(f"lengths must be [{batch}] int64: got {tuple(lengths.shape)} {lengths.dtype}")
-    if lengths is None and query.dtype == torch.bfloat16 and not INTERPRETED:
+    if lengths is None and inverse is None and query.dtype == torch.bfloat16 and not INTERPRETED:
         return _by_torch(query, keys, values)
-    return _launch(query, keys, values, lengths if lengths is None else lengths.contiguous())
+    return _launch(query, keys, values, lengths if lengths is None else lengths.contiguous(), inverse)
 
 
 def _by_torch(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -254,7 +265,9 @@ def _by_torch(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None) -> Tensor:
+def _launch(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None, inverse: Tensor | None
+) -> Tensor:
     batch, heads, queries, dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     group, pairs = heads // kv_heads, batch * kv_heads
@@ -262,7 +275,8 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
     itemsize = query.element_size()
     cut = plan(packed, pairs, columns, dim, itemsize=itemsize, chip=chip_bytes(query.device))
     spans = triton.cdiv(columns, cut.span)
-    out = torch.empty((batch, queries, heads * dim), dtype=query.dtype, device=query.device)
+    dtype = query.dtype if inverse is None else FP8
+    out = torch.empty((batch, queries, heads * dim), dtype=dtype, device=query.device)
     if spans == 1:
         partial, peaks, sums = out, None, None
     else:
@@ -278,6 +292,7 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
         partial,
         peaks,
         sums,
+        inverse,
         columns,
         cut.span,
         queries,
@@ -292,6 +307,7 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
         BLOCK_N=cut.columns,
         LIMITED=lengths is not None,
         MERGE=spans > 1,
+        CODE=inverse is not None,
         CHUNKS=min(requests(slab, dim * itemsize, cut.columns, cut.warps) for slab in (keys, values)),
         **overlap,
         DOT=dot_type(query.dtype),
@@ -304,12 +320,14 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
             peaks,
             sums,
             out,
+            inverse,
             spans,
             queries,
             group,
             kv_heads,
             **sizes,
             BLOCK_S=block(spans, largest=WAVE),
+            CODE=inverse is not None,
             **overlap,
             num_warps=4,
         )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from phyai_kernels.reference import EPS
+from phyai_kernels.products import launch_options, overlaps
+from phyai_kernels.products_fp8 import coded
+from phyai_kernels.reference import EPS, FP8
 from phyai_kernels.tiles import block, check_launch
 from torch import Tensor
 
@@ -18,11 +20,31 @@ WIDEST = 16384  # a row lives in one program's registers
 
 
 @triton.jit
-def _layer_norm(x, out, out_bias, weight, bias, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: total = x + (out + out_bias); normed = (total - mean) / spread * weight + bias."""
+def _layer_norm(
+    x,
+    out,
+    out_bias,
+    weight,
+    bias,
+    inverse,
+    total,
+    normed,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row: total = x + (out + out_bias); normed = (total - mean) / spread * weight + bias, with CODE as e4m3."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    moved = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:  # the vectors are nobody's result
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row + column, mask=inside, other=0.0)
     if ADD:
         dtype = value.dtype
@@ -32,23 +54,28 @@ def _layer_norm(x, out, out_bias, weight, bias, total, normed, width, eps, ADD: 
         tl.store(total + row + column, value, mask=inside)
     wide = value.to(tl.float32)
     centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
-    inverse = tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    result = centred * inverse * gain + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row + column, result.to(value.dtype), mask=inside)
+    result = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps) * gain + moved
+    result = result.to(value.dtype)
+    tl.store(normed + row + column, coded(result.to(tl.float32), inverse) if CODE else result, mask=inside)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor | None = None, out_bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    out: Tensor | None = None,
+    out_bias: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`phyai_kernels.reference.layer_norm`. What is not contiguous is copied first.
+    """See :func:`phyai_kernels.reference.layer_norm`. What is not contiguous is copied first; ``inverse`` codes the
+    normed form.
 
     :raises ValueError: as tiles.check_launch; sizes that do not fit, rows longer than 16384, or ``out`` without
         ``out_bias`` or the reverse.
     """
     if (out is None) != (out_bias is None):
         raise ValueError("out and out_bias go together: both are None or neither")
-    check_launch(x, weight, bias, out, out_bias)
+    check_launch(x, weight, bias, out, out_bias, inverse)
     width = x.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} are too long for one program, the longest is {WIDEST}")
@@ -58,20 +85,24 @@ def layer_norm(
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
         raise ValueError(f"out must be like x: got {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}")
     x = x.contiguous()
-    normed = torch.empty_like(x)
+    normed = torch.empty_like(x, dtype=x.dtype if inverse is None else FP8)
     total = x if out is None else torch.empty_like(x)
     size = block(width, largest=WIDEST)
     _layer_norm[(x.numel() // width,)](
         x,
         out if out is None else out.contiguous(),
         *vectors,
+        inverse,
         total,
         normed,
         width,
         EPS,
         ADD=out is not None,
+        CODE=inverse is not None,
         BLOCK=size,
+        OVERLAP=overlaps(x.device),
         num_warps=min(max(size // 512, 1), 16),
         enable_fp_fusion=False,  # or a product and a sum round once where the reference rounds twice
+        **launch_options(x.device),
     )
     return total, normed

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 EPS = 1e-6  # every norm of the pi family (SigLIP LayerNorm, Gemma RMSNorm, adaRMS)
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = 448.0
 
 
 def rms_normalise(x: Tensor) -> Tensor:
@@ -175,3 +177,112 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None =
     weights = torch.softmax(logits, dim=-1).to(values.dtype)
     mixed = weights @ values
     return mixed.view(batch, heads, rows, dim).transpose(1, 2).flatten(2)
+
+
+# --- products of eight bits ---
+#
+# A coded tensor is e4m3: numbers of 8 bits that stand for x * inverse, ``inverse`` [] fp32. A coded weight has a scale
+# per row; ``factor`` [N] fp32 is that scale over the inverse of the product's operand: what the sum of coded products
+# is multiplied with. An operator codes its own result with the inverse of what reads it.
+
+
+def encode_fp8(x: Tensor, inverse: Tensor) -> Tensor:
+    """x * inverse as e4m3: rounded to the nearest, held within +-448; a NaN stays one. :param x: any shape."""
+    return (x.float() * inverse).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+
+
+def halves_of_pairs(x: Tensor, width: int) -> Tensor:
+    """Columns (0, w/2, 1, w/2 + 1, ...) of each group of ``width`` back in order. :param x: [..., groups * width]."""
+    grouped = x.unflatten(-1, (-1, width // 2, 2))
+    return grouped.transpose(-1, -2).flatten(-3)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(x @ weight.T) * factor + bias in bfloat16, summed and scaled in fp32.
+
+    :param x: [..., K] coded. :param weight: [N, K] coded. :param factor: [N] fp32. :param bias: [N].
+    """
+    out = functional.linear(x.float(), weight.float()) * factor
+    return (out if bias is None else out + bias.float()).to(torch.bfloat16)
+
+
+def linear_gelu_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, inverse: Tensor) -> Tensor:
+    """``linear_fp8``, then GELU (tanh form), then coded. :return: [..., N] e4m3"""
+    return encode_fp8(functional.gelu(linear_fp8(x, weight, factor, bias).float(), approximate="tanh"), inverse)
+
+
+def gated_up_fp8(x: Tensor, weight: Tensor, factor: Tensor, inverse: Tensor) -> Tensor:
+    """``gated_up`` of coded operands, coded.
+
+    :param x: [..., K] coded. :param weight: [2F, K] coded, rows in turn of gate and up. :return: [..., F] e4m3
+    """
+    gate_up = linear_fp8(x, weight, factor)
+    return encode_fp8(gelu_mul(halves_of_pairs(gate_up, gate_up.shape[-1]).float()), inverse)
+
+
+def rms_norm_fp8(x: Tensor, inverse: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+    """``rms_norm`` or, with ``shift``, ``ada_rms_norm`` without a residual add, coded. :param x: [..., D]."""
+    normed = rms_norm(x, scale)[1] if shift is None else ada_rms_norm(x, scale, shift)[1]
+    return encode_fp8(normed, inverse)
+
+
+def layer_norm_fp8(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    inverse: Tensor,
+    out: Tensor | None = None,
+    out_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``layer_norm`` whose normed form is coded. :return: the new residual stream, and its normed form in e4m3."""
+    x, normed = layer_norm(x, weight, bias, out, out_bias)
+    return x, encode_fp8(normed, inverse)
+
+
+def linear_norm_fp8(
+    x: Tensor,
+    weight: Tensor,
+    factor: Tensor | None,
+    stream: Tensor,
+    inverse: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``linear_norm`` with coded operands, a coded result, or both.
+
+    :param x, weight: [..., K] and [N, K], coded with ``factor`` [N]; both as they are where it is None.
+    :param inverse: of the normed form; None leaves it as it is.
+    :return: the new residual stream, and its normed form, e4m3 where ``inverse`` is given.
+    """
+    out = linear(x, weight) if factor is None else linear_fp8(x, weight, factor)
+    if gate is not None:
+        out = gate.to(out.dtype) * out
+    stream = stream + out
+    normed = rms_norm(stream, scale)[1] if shift is None else ada_rms_norm(stream, scale, shift)[1]
+    return stream, normed if inverse is None else encode_fp8(normed, inverse)
+
+
+def project_rotate_fp8(
+    x: Tensor,
+    weight: Tensor,
+    factor: Tensor,
+    table: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    heads: int,
+) -> Tensor:
+    """``project_rotate`` of coded operands.
+
+    :param x: [B, S, K] coded. :param weight: [(heads + 2 kv) * D, K] coded; of each head the rows (0, D/2, 1, ...):
+        a rotary pair stands together.
+    :return: as ``split_rotate``
+    """
+    qkv = halves_of_pairs(linear_fp8(x, weight, factor), keys.shape[3])
+    return split_rotate(qkv.to(keys.dtype), table, keys, values, start, heads)
+
+
+def attend_fp8(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, inverse: Tensor) -> Tensor:
+    """``attend``, coded. :return: [B, Q, heads*D] e4m3"""
+    return encode_fp8(attend(query, keys, values, lengths), inverse)

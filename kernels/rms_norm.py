@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from phyai_kernels.reference import EPS
+from phyai_kernels.products import launch_options, overlaps
+from phyai_kernels.products_fp8 import coded
+from phyai_kernels.reference import EPS, FP8
 from phyai_kernels.tiles import block, check_launch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ def _norm_row(
     gate,
     scale,
     shift,
+    inverse,
     total,
     normed,
     width,
@@ -31,12 +34,18 @@ def _norm_row(
     ADD: tl.constexpr,
     GATE: tl.constexpr,
     SHIFT: tl.constexpr,
+    CODE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift."""
+    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift, with CODE as e4m3."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
+    gain = 1.0 + tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:  # the vectors are nobody's result
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row + column, mask=inside, other=0.0)
     if ADD:
         dtype = value.dtype
@@ -47,11 +56,11 @@ def _norm_row(
         value = (value.to(tl.float32) + added).to(dtype)
         tl.store(total + row + column, value, mask=inside)
     wide = value.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    result = wide * inverse * (1.0 + tl.load(scale + column, mask=inside, other=0.0).to(tl.float32))
+    result = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps) * gain
     if SHIFT:
         result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row + column, result.to(value.dtype), mask=inside)
+    result = result.to(value.dtype)
+    tl.store(normed + row + column, coded(result.to(tl.float32), inverse) if CODE else result, mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -63,10 +72,15 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tens
 
 
 def norm_rows(
-    x: Tensor, scale: Tensor, shift: Tensor | None, out: Tensor | None, gate: Tensor | None
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    out: Tensor | None,
+    gate: Tensor | None,
+    inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's."""
-    check_launch(x, scale, shift, out, gate)
+    """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's. ``inverse`` codes the normed form."""
+    check_launch(x, scale, shift, out, gate, inverse)
     width = x.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} are too long for one program, the longest is {WIDEST}")
@@ -77,7 +91,7 @@ def norm_rows(
         raise ValueError(f"out must be like x: got {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}")
     x = x.contiguous()
     out = None if out is None else out.contiguous()
-    normed = torch.empty_like(x)
+    normed = torch.empty_like(x, dtype=x.dtype if inverse is None else FP8)
     total = x if out is None else torch.empty_like(x)
     size = block(width, largest=WIDEST)
     _norm_row[(x.numel() // width,)](
@@ -86,6 +100,7 @@ def norm_rows(
         vectors[2],
         vectors[0],
         vectors[1],
+        inverse,
         total,
         normed,
         width,
@@ -93,8 +108,11 @@ def norm_rows(
         ADD=out is not None,
         GATE=gate is not None,
         SHIFT=shift is not None,
+        CODE=inverse is not None,
         BLOCK=size,
+        OVERLAP=overlaps(x.device),
         num_warps=min(max(size // 256, 1), 16),
         enable_fp_fusion=False,  # or product and sum become one bf16 instruction that rounds once
+        **launch_options(x.device),
     )
     return total, normed

@@ -15,6 +15,10 @@ from torch import Tensor
 # Allowed |error| as a part of the largest expected value. bfloat16 rounds to 2**-9 of a value, and again where the
 # reference rounds an intermediate; float32 leaves another order of long sums (16384 products in the widest projection).
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
+# Eight bits round to 2**-4 of a value, and another rounding before them moves one value in thirty by a whole step:
+# their error is that of all values together, |candidate - reference| over |reference|, 1.3e-2 where all is well. As a
+# part of the other tolerance, so that there is one error to compare.
+_CODED = TOLERANCES[torch.bfloat16] / 4e-2
 
 
 def largest_error(
@@ -31,13 +35,20 @@ def largest_error(
             wanted = _results(op, getattr(reference, op), _map(args, _widen))
             found = _results(op, candidate, _map(args, torch.clone))
             for value, expected in zip(found, wanted, strict=True):
-                if value.shape != expected.shape or value.dtype != dtype:
+                wanted_dtype = expected.dtype if expected.dtype == reference.FP8 else dtype
+                if value.shape != expected.shape or value.dtype != wanted_dtype:
                     return float("inf")
                 if not expected.numel():  # no query heads
                     continue
-                error = (value.float() - expected).abs().nan_to_num(nan=float("inf")).max() / expected.abs().max()
-                worst = max(worst, float(error))
+                worst = max(worst, _error(value, expected.float()))
     return worst
+
+
+def _error(value: Tensor, expected: Tensor) -> float:
+    apart = (value.float() - expected).nan_to_num(nan=float("inf"))
+    if value.dtype == reference.FP8:
+        return float(apart.norm() / expected.norm()) * _CODED
+    return float(apart.abs().max() / expected.abs().max())
 
 
 def cases(op: str, dtype: torch.dtype, dims: Sequence[int], device: torch.device) -> Iterator[tuple[Any, ...]]:
@@ -56,6 +67,10 @@ class _Draw:
 
     def wide(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device) * scale
+
+    def coded(self, *shape: int) -> Tensor:
+        """Within the range and with its largest value, 448."""
+        return (self.wide(*shape) * 100).clamp(-448, 448).to(reference.FP8)
 
     def columns(self, batch: int, low: int, high: int) -> Tensor:
         """[batch] int64 in [low, high]."""
@@ -137,6 +152,61 @@ def _attend(
     yield query, *(slab.masked_fill(beyond[:, None, :, None], float("nan")) for slab in slabs), lengths
 
 
+def _coded_product(draw: _Draw, rows: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands and factor of a product near 1."""
+    x, weight = draw.coded(rows, inputs), draw.coded(outputs, inputs)
+    factor = draw.wide(outputs).abs().add(0.5) * (1e-4 * inputs**-0.5)
+    x[:, -1] = 448.0  # or losing the last of many products would pass as rounding
+    weight[:, -1] = 448.0
+    return x, weight, factor
+
+
+def _rms_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    x, inverse, scale = draw.x(rows, width), draw.wide().abs() + 50, draw.wide(width)
+    yield x, inverse, scale
+    yield x, inverse, scale, draw.wide(width)
+
+
+def _layer_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    for x, weight, bias, *added in _layer_norm(draw, rows, width):
+        yield x, weight, bias, draw.wide().abs() + 50, *added
+
+
+def _linear_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    operands = _coded_product(draw, rows, inputs, outputs)
+    yield operands
+    yield *operands, draw.x(outputs)
+
+
+def _linear_gelu_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    yield *_coded_product(draw, rows, inputs, outputs), draw.x(outputs), draw.wide().abs() + 50
+
+
+def _linear_norm_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    plain = list(_linear_norm(draw, rows, inputs, outputs))
+    x, weight, stream, *vectors = plain[-1]
+    inverse = draw.wide().abs() + 50
+    yield x, weight, None, stream, inverse, *vectors
+    yield *_coded_product(draw, rows, inputs, outputs), stream, None, vectors[0]
+    yield *_coded_product(draw, rows, inputs, outputs), stream, inverse, *vectors
+
+
+def _gated_up_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    yield *_coded_product(draw, rows, inputs, 2 * outputs), draw.wide().abs() + 30
+
+
+def _project_rotate_fp8(
+    draw: _Draw, batch: int, tokens: int, inputs: int, heads: int, kv_heads: int, dim: int, columns: int
+) -> Iterator[tuple[Any, ...]]:
+    for qkv, *rest, count in _split_rotate(draw, batch, tokens, heads, kv_heads, dim, columns):
+        x, weight, factor = _coded_product(draw, batch * tokens, inputs, qkv.shape[-1])
+        yield x.view(batch, tokens, inputs), weight, factor, *rest, count
+
+
+def _attend_fp8(draw: _Draw, *dims: int) -> Iterator[tuple[Any, ...]]:
+    yield *list(_attend(draw, *dims))[-1], draw.wide().abs() + 50
+
+
 _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "rms_norm": _rms_norm,
     "ada_rms_norm": _ada_rms_norm,
@@ -149,11 +219,19 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "project_rotate": _project_rotate,
     "split_rotate": _split_rotate,
     "attend": _attend,
+    "rms_norm_fp8": _rms_norm_fp8,
+    "layer_norm_fp8": _layer_norm_fp8,
+    "linear_fp8": _linear_fp8,
+    "linear_gelu_fp8": _linear_gelu_fp8,
+    "linear_norm_fp8": _linear_norm_fp8,
+    "gated_up_fp8": _gated_up_fp8,
+    "project_rotate_fp8": _project_rotate_fp8,
+    "attend_fp8": _attend_fp8,
 }
 
 
 # Operator -> where its arguments hold the slabs of keys and values that it writes into.
-_SLABS = {"split_rotate": 2, "project_rotate": 3}
+_SLABS = {"split_rotate": 2, "project_rotate": 3, "project_rotate_fp8": 4}
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
 from phyai_engine.models import pi_compact
-from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Norms, Span
+from phyai_engine.layers.coded import Norm
+from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
+from phyai_engine.models.pi_coded import check_device, code
 from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.types import BufferSpec, ModelSpec
@@ -66,16 +68,18 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
 
     :param dtype: of the towers' activations; the vision tower's is ``options.vision_dtype``.
     """
-    o, vision = options, _vision_dtype(options, dtype)
+    o, vision, parts = options, _vision_dtype(options, dtype), options.coded_parts()
     queries, images = o.heads * o.head_dim, len(o.cameras) * o.image_tokens
     length = images + o.prompt_len
     columns = length + o.state_tokens + o.action_horizon
+    attention, mlp = ("_fp8" if f"vision.{part}" in parts else "" for part in ("attention", "mlp"))
     shapes = [
         OpShape("linear", torch.float32, (images, 3 * o.patch**2, o.vis_width)),
-        OpShape("layer_norm", vision, (images, o.vis_width)),
-        *_linears(images, vision, (o.vis_width, 3 * o.vis_width), (o.vis_width, o.vis_width)),
-        *_linears(images, vision, (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
-        OpShape("linear_gelu", vision, (images, o.vis_width, o.vis_mlp)),
+        *(OpShape(f"layer_norm{form}", vision, (images, o.vis_width)) for form in ("", attention, mlp)),
+        OpShape(f"linear{attention}", vision, (images, o.vis_width, 3 * o.vis_width)),
+        *_linears(images, vision, (o.vis_width, o.vis_width), (o.vis_width, o.width)),
+        OpShape(f"linear_gelu{mlp}", vision, (images, o.vis_width, o.vis_mlp)),
+        OpShape(f"linear{mlp}", vision, (images, o.vis_mlp, o.vis_width)),
         OpShape(
             "attend",
             vision,
@@ -83,17 +87,22 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
         ),
     ]
     actions = "ada_rms_norm" if o.variant == "pi05" else "rms_norm"
-    # Norm, rows, width, MLP of each pass.
-    passes = [("rms_norm", length, o.width, o.mlp), (actions, o.action_horizon, o.exp_width, o.exp_mlp)]
-    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp)] if o.variant == "pi0" else []
-    for norm, rows, width, mlp in passes:
+    # Tower, norm, rows, width, MLP of each pass.
+    passes = [("language", "rms_norm", length, o.width, o.mlp)]
+    passes += [("expert", actions, o.action_horizon, o.exp_width, o.exp_mlp)]
+    passes += [("expert", "rms_norm", 1, o.exp_width, o.exp_mlp)] if o.variant == "pi0" else []
+    for tower, norm, rows, width, wide in passes:
+        attention, mlp = ("_fp8" if f"{tower}.{part}" in parts else "" for part in ("attention", "mlp"))
+        # A stack whose attention alone is coded hands on a plain norm at its end.
+        ends = dict.fromkeys((attention or mlp, mlp if tower == "expert" else attention or mlp))
         shapes += [
-            OpShape(norm, dtype, (rows, width)),
-            OpShape("project_rotate", dtype, (1, rows, width, o.heads, o.kv_heads, o.head_dim, columns)),
-            OpShape("attend", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
-            OpShape("linear_norm", dtype, (rows, queries, width)),
-            OpShape("gated_up", dtype, (rows, width, mlp)),
-            OpShape("linear_norm", dtype, (rows, mlp, width)),
+            OpShape("rms_norm_fp8" if attention else norm, dtype, (rows, width)),
+            OpShape(
+                f"project_rotate{attention}", dtype, (1, rows, width, o.heads, o.kv_heads, o.head_dim, columns)
+            ),
+            OpShape(f"attend{attention}", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
+            OpShape(f"gated_up{mlp}", dtype, (rows, width, wide)),
+            *(OpShape(f"linear_norm{end}", dtype, (rows, size, width)) for end in ends for size in (queries, wide)),
         ]
     heads = [(o.action_dim, o.exp_width), (o.exp_width, o.action_dim)]
     if o.variant == "pi0":
@@ -167,6 +176,7 @@ class PiModel(nn.Module):
         if options.variant != config.family:
             raise ConfigError("options.variant contradicts the family", got=options.variant, wanted=config.family)
         device = device_of(config.device)
+        check_device(options, device)
         if not config.checkpoint:
             return cls.random(options, config.seed, device=device)
         folder, table = Path(config.checkpoint), places(options)
@@ -174,7 +184,7 @@ class PiModel(nn.Module):
         names = canonical(stored, where=folder)
         check_tensors(((names[own], stored[own]) for own in names), cls.expected(options), where=folder)
         read = {own: name for own, name in names.items() if table[name].read}
-        return cls._filled(options, stream_tensors(folder, read), table, device, where=folder)
+        return cls._filled(options, stream_tensors(folder, read), table, device, where=folder, checkpoint=folder)
 
     @classmethod
     def from_state(
@@ -212,8 +222,12 @@ class PiModel(nn.Module):
         device: torch.device,
         *,
         where: object,
+        checkpoint: Path | None = None,
     ) -> PiModel:
-        """Allocate the merged parameters, then write into them what comes, tensor by tensor."""
+        """Allocate the merged parameters, then write into them what comes, tensor by tensor.
+
+        :param checkpoint: the folder they come from; what else belongs to them lies there.
+        """
         with torch.device("meta"):
             model = cls(options)
         size = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) / 2**30
@@ -234,6 +248,8 @@ class PiModel(nn.Module):
             own[name].copy_(tensor)
         own["embedding"].mul_(options.width**0.5)  # rounded once, as a product with the looked-up row would be
         model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
+        if options.quant != "none":
+            code(model, checkpoint)
         model.ops = load_ops(options.kernels, device=device, shapes=op_shapes(options, model.dtype))
         return model
 

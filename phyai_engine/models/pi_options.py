@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -11,6 +11,9 @@ from phyai_engine.types import BufferSpec, ModelSpec
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
+Part = Literal[
+    "vision.attention", "vision.mlp", "language.attention", "language.mlp", "expert.attention", "expert.mlp"
+]
 
 
 class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,6 +29,10 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param min_period, max_period: of the time embedding's sinusoids, in flow time.
     :param kernels: which operators run: layers/ops.py.
     :param graphs: ``auto`` captures CUDA graphs on an accelerator at load, ``none`` never.
+    :param quant: a scheme of quant/schemes.py for the towers' matrices. Embedding, patches, projector, norms and the
+        action heads are never coded, nor is SigLIP's output projection.
+    :param quant_keep: parts whose matrices stay as they are. :param quant_scales: file of ``phyai calibrate``; empty:
+        the one in the checkpoint's folder, and random weights are calibrated at load.
     :param prompt_buckets: prompt lengths that graphs are captured for, beside ``prompt_len``; a prompt takes the next.
     """
 
@@ -61,6 +68,9 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     min_period: Positive = 4e-3
     max_period: Positive = 4.0
     kernels: Literal["auto", "triton", "reference"] = "auto"
+    quant: Literal["none", "w8a8_fp8"] = "none"
+    quant_keep: tuple[Part, ...] = ("vision.attention", "expert.attention", "expert.mlp")
+    quant_scales: str = ""
     graphs: Literal["auto", "none"] = "auto"
     prompt_buckets: tuple[Count, ...] = (16, 48, 96)
 
@@ -76,6 +86,11 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             (self.image_size >= self.patch, "image_size must be at least one patch"),
             (len(set(self.cameras)) == len(self.cameras), "cameras must differ"),
             (self.min_period < self.max_period, "min_period must be below max_period"),
+            (self.quant == "none" or self.dtype == "bfloat16", "quant needs dtype: bfloat16"),
+            (
+                self.vision_dtype == "same" or not any(part.startswith("vision") for part in self.coded_parts()),
+                "vision_dtype: float32 needs vision.attention and vision.mlp in quant_keep",
+            ),
         )
         for holds, rule in rules:
             if not holds:
@@ -90,6 +105,10 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def state_tokens(self) -> int:
         """Tokens between prefix and actions: pi0 has one for the state."""
         return 1 if self.variant == "pi0" else 0
+
+    def coded_parts(self) -> tuple[Part, ...]:
+        """Whose matrices ``quant`` codes."""
+        return () if self.quant == "none" else tuple(part for part in get_args(Part) if part not in self.quant_keep)
 
     def spec(self) -> ModelSpec:
         """What a model of these options declares to the runner and the adapter."""

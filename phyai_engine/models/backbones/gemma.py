@@ -8,25 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from phyai_engine.layers.coded import Norm, attend, first_norm, gated_up, linear_norm, project_rotate
 from phyai_engine.layers.ops import Ops
 from phyai_engine.layers.rotary import Rotary
-
-
-class Norm(NamedTuple):
-    """Vectors of one norm, [width] fp32 each.
-
-    :param scale: the gain's offset from 1. :param shift: None for a plain RMSNorm.
-    :param gate: of the sub-layer behind the norm; None adds its output as it is.
-    """
-
-    scale: Tensor
-    shift: Tensor | None = None
-    gate: Tensor | None = None
 
 
 Norms = Callable[[int], Norm]
@@ -122,13 +111,12 @@ class GemmaStack(nn.Module):
         """
         last = self.options.depth - 1
         normed = self._run(last, x, span, norms, ops)
-        weight = self._at(last).qkv.weight[-2 * self.options.kv_heads * self.options.head_dim :]
-        ops.project_rotate(normed, weight, span.rotary, span.keys[last], span.values[last], span.start, 0)
+        at = span.rotary, span.keys[last], span.values[last], span.start
+        project_rotate(ops, normed, self._at(last).qkv, *at, 0)
 
     def _run(self, count: int, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
         """The first ``count`` layers. :return: the stream as the norm behind them leaves it."""
-        scale, shift, _ = norms(0)
-        _, normed = ops.rms_norm(x, scale) if shift is None else ops.ada_rms_norm(x, scale, shift)
+        normed = first_norm(ops, x, norms(0), self._at(0).qkv)
         for i in range(count):
             x, normed = self._layer(i, x, normed, span, norms, ops)
         return normed
@@ -140,8 +128,9 @@ class GemmaStack(nn.Module):
         """The residual stream behind layer i, and its form normed for what follows."""
         layer, keys, values = self._at(i), span.keys[i], span.values[i]
         before, between, behind = (norms(2 * i + j) for j in range(3))
-        query = ops.project_rotate(normed, layer.qkv.weight, span.rotary, keys, values, span.start, self.options.heads)
-        attended = ops.attend(query, keys, values, span.lengths)
-        x, normed = ops.linear_norm(attended, layer.o.weight, x, between.scale, between.shift, before.gate)
-        inner = ops.gated_up(normed, layer.gate_up.weight)
-        return ops.linear_norm(inner, layer.down.weight, x, behind.scale, behind.shift, between.gate)
+        following = self._at(i + 1).qkv if i + 1 < self.options.depth else None
+        query = project_rotate(ops, normed, layer.qkv, span.rotary, keys, values, span.start, self.options.heads)
+        attended = attend(ops, query, keys, values, span.lengths, layer.o)
+        x, normed = linear_norm(ops, attended, layer.o, x, between, before.gate, layer.gate_up)
+        inner = gated_up(ops, normed, layer.gate_up, layer.down)
+        return linear_norm(ops, inner, layer.down, x, behind, between.gate, following)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from phyai_engine.layers.coded import layer_norm, linear, linear_gelu
 from phyai_engine.layers.ops import Ops
 
 
@@ -65,11 +66,11 @@ class Siglip(nn.Module):
         x = (embedded + self.position).to(self.dtype)
         added: tuple[Tensor, ...] = ()  # product and bias of the sub-layer before: the next norm adds them
         for layer in cast("Sequence[_Layer]", self.layers):
-            x, normed = ops.layer_norm(x, layer.layer_norm1.weight, layer.layer_norm1.bias, *added)
-            added = ops.linear(self._attention(layer, normed, ops), layer.out.weight), layer.out.bias
-            x, normed = ops.layer_norm(x, layer.layer_norm2.weight, layer.layer_norm2.bias, *added)
-            inner = ops.linear_gelu(normed, layer.fc1.weight, layer.fc1.bias)
-            added = ops.linear(inner, layer.fc2.weight), layer.fc2.bias
+            x, normed = layer_norm(ops, x, layer.layer_norm1, added, layer.qkv)
+            added = linear(ops, self._attention(layer, normed, ops), layer.out, with_bias=False), layer.out.bias
+            x, normed = layer_norm(ops, x, layer.layer_norm2, added, layer.fc1)
+            inner = linear_gelu(ops, normed, layer.fc1, layer.fc2)
+            added = linear(ops, inner, layer.fc2, with_bias=False), layer.fc2.bias
         return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias, *added)[1]
 
     def _patches(self, images: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class Siglip(nn.Module):
         return seen.permute(0, 2, 4, 1, 3, 5).reshape(len(images), grid * grid, -1)
 
     def _attention(self, layer: _Layer, normed: Tensor, ops: Ops) -> Tensor:
-        qkv = ops.linear(normed, layer.qkv.weight, layer.qkv.bias)
+        qkv = linear(ops, normed, layer.qkv)
         split = qkv.view(*qkv.shape[:2], 3, self.options.heads, -1)
         query, keys, values = split.permute(2, 0, 3, 1, 4)
         attended: Tensor = ops.attend(query, keys, values)

@@ -1,0 +1,14 @@
+"""Attention whose result is coded for the product that reads it: attend.py's kernels with another last step."""
+
+from __future__ import annotations
+
+from phyai_kernels.attend import attend
+from torch import Tensor
+
+
+def attend_fp8(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, inverse: Tensor) -> Tensor:
+    """See :func:`phyai_kernels.reference.attend_fp8`. All may be views whose last axis is contiguous.
+
+    :raises ValueError: as ``attend``.
+    """
+    return attend(query, keys, values, lengths, inverse)

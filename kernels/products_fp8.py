@@ -1,0 +1,226 @@
+"""What the products of coded operands share: tiles, the loop over the inputs, rounding to e4m3, and the launch.
+
+Operands are read through descriptors (the copy engine fetches whole tiles and fills what lies outside with zeros), so
+rows must start at multiples of 16 bytes. Sums are fp32; scale, bias, nonlinearity and coding stand in the epilogue.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from phyai_kernels.gelu_mul import bent_gelu
+from phyai_kernels.products import launch_options, overlaps
+from phyai_kernels.reference import FP8, LARGEST_FP8
+from phyai_kernels.tiles import INTERPRETED, block, check_launch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+OLDEST = (8, 9)  # compute capability of the first NVIDIA devices that multiply e4m3
+_LARGEST = tl.constexpr(LARGEST_FP8)
+_DOT = tl.float32 if INTERPRETED else tl.float8e4nv  # what operands are for ``tl.dot``
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+class Plan(NamedTuple):
+    """How one shape is cut: rows, outputs and inputs of a tile, warps and stages of a program."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def plan(rows: int, inputs: int, outputs: int) -> Plan:
+    """:param rows: of the activations."""
+    if rows <= 64:
+        cut = Plan(64, 64, 256, 4, 4)
+    elif outputs >= 8192:
+        cut = Plan(128, 256, 128, 8, 3)
+    else:
+        cut = Plan(128, 128, 128, 4, 3)
+    return cut._replace(outputs=block(outputs, largest=cut.outputs), inputs=block(inputs, largest=cut.inputs))
+
+
+@triton.jit
+def tile_of(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles go together, so that their operands stay in the L2 cache."""
+    together = GROUP * tiles_across
+    first = tile // together * GROUP
+    height = tl.minimum(tiles_down - first, GROUP)
+    return first + tile % together % height, tile % together // height
+
+
+@triton.jit
+def sum_tile(
+    x,
+    weight,
+    row,
+    output,
+    inputs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] fp32 from a first row and output on. :param x, weight: descriptors."""
+    summed = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, inputs, BLOCK_K):
+        a = x.load([row, k])
+        b = weight.load([output, k])
+        summed = tl.dot(a.to(DOT), b.to(DOT).T, summed)
+    return summed
+
+
+@triton.jit
+def coded(x, inverse):
+    """See reference.encode_fp8. :param inverse: pointer."""
+    held = tl.clamp(x * tl.load(inverse), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if _INTERPRETED:  # its cast loses the carry into the exponent: hand it what needs no rounding
+        bits = held.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        held = tl.where(tl.abs(held) < 2.0**-6, tl.floor(held * 512 + 0.5) / 512, normal)
+    return held.to(tl.float8e4nv)
+
+
+def check_coded(x: Tensor, weight: Tensor, factor: Tensor, *others: Tensor | None) -> None:
+    """Refuse what a product of coded operands would get wrong, or a device that has none.
+
+    :raises ValueError: as tiles.check_launch; operands that are not e4m3 or do not fit; rows that are no multiples of
+        16 bytes; a device without e4m3 products.
+    """
+    check_launch(factor, *others)
+    outputs, inputs = weight.shape
+    if {x.dtype, weight.dtype} != {FP8} or x.shape[-1] != inputs or factor.shape != (outputs,):
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype} and factor "
+            f"{tuple(factor.shape)} do not fit"
+        )
+    if inputs % 16 or not weight.is_contiguous():
+        raise ValueError(f"the weight must be contiguous and its rows multiples of 16 bytes: got {inputs}")
+    if x.device != factor.device or weight.device != factor.device:
+        raise ValueError(f"tensors are on several devices: {x.device}, {weight.device}, {factor.device}")
+    check_multiplies(x.device)
+
+
+def check_multiplies(device: torch.device) -> None:
+    """:raises ValueError: the device has no e4m3 products that Triton knows."""
+    if INTERPRETED:
+        return
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
+        raise ValueError(f"no e4m3 products on {torch.cuda.get_device_name(device)}; NVIDIA has them from 8.9 on")
+
+
+def described(x: Tensor, weight: Tensor, cut: Plan) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Both operands as the kernels take them. :param x: [..., K], contiguous."""
+    flat = x.view(-1, x.shape[-1])
+    return (
+        TensorDescriptor.from_tensor(flat, [cut.rows, cut.inputs]),
+        TensorDescriptor.from_tensor(weight, [cut.outputs, cut.inputs]),
+    )
+
+
+def launch_constants(cut: Plan, device: torch.device) -> dict[str, Any]:
+    """The compile-time parameters that all products share."""
+    return {
+        "BLOCK_M": cut.rows,
+        "BLOCK_N": cut.outputs,
+        "BLOCK_K": cut.inputs,
+        "GROUP": 8,
+        "OVERLAP": overlaps(device),
+        "DOT": _DOT,
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+        **launch_options(device),
+    }
+
+
+@triton.jit(do_not_specialize=["rows"])  # see attend.py
+def _product_fp8(
+    x,
+    weight,
+    factor,
+    bias,
+    inverse,
+    out,
+    rows,
+    inputs,
+    outputs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One tile. GATED: outputs are in turn gate and up, and their gated GELU is what is stored."""
+    down, across = tile_of(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N), GROUP)
+    column = across * BLOCK_N + tl.arange(0, BLOCK_N)
+    held = column < outputs
+    scale = tl.load(factor + column, mask=held, other=0.0)
+    if BIAS:
+        added = tl.load(bias + column, mask=held, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    result = sum_tile(x, weight, down * BLOCK_M, across * BLOCK_N, inputs, BLOCK_M, BLOCK_N, BLOCK_K, DOT)
+    result = result * scale[None, :]
+    if BIAS:
+        result += added[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_N // 2, 2)))
+        result = bent_gelu(gate) * up
+        column = across * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        outputs = outputs // 2
+    if GELU:
+        result = bent_gelu(result)
+    row = down * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = out + row.to(tl.int64)[:, None] * outputs + column[None, :]
+    mask = (row < rows)[:, None] & (column < outputs)[None, :]
+    if GELU or GATED:
+        tl.store(at, coded(result, inverse), mask=mask)
+    else:
+        tl.store(at, result.to(tl.bfloat16), mask=mask)
+
+
+def product_fp8(
+    x: Tensor,
+    weight: Tensor,
+    factor: Tensor,
+    bias: Tensor | None = None,
+    inverse: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    """The product with one of its epilogues; operands as reference.py has them, checked by the caller.
+
+    :return: bfloat16, or e4m3 with ``gelu`` or ``gated``, which need ``inverse``.
+    """
+    outputs, inputs = weight.shape
+    x = x.contiguous()
+    rows = x.numel() // inputs
+    cut = plan(rows, inputs, outputs)
+    width = outputs // 2 if gated else outputs
+    out = torch.empty((*x.shape[:-1], width), dtype=FP8 if gelu or gated else torch.bfloat16, device=x.device)
+    _product_fp8[(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.outputs),)](
+        *described(x, weight, cut),
+        factor,
+        bias,
+        inverse,
+        out,
+        rows,
+        inputs,
+        outputs,
+        BIAS=bias is not None,
+        GELU=gelu,
+        GATED=gated,
+        **launch_constants(cut, x.device),
+    )
+    return out

@@ -1,0 +1,14 @@
+"""RMSNorm, plain or adaptive, whose result is coded: rms_norm.py's kernel without the residual add."""
+
+from __future__ import annotations
+
+from phyai_kernels.rms_norm import norm_rows
+from torch import Tensor
+
+
+def rms_norm_fp8(x: Tensor, inverse: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+    """See :func:`phyai_kernels.reference.rms_norm_fp8`. What is not contiguous is copied first.
+
+    :raises ValueError: as ``rms_norm``.
+    """
+    return norm_rows(x, scale, shift, None, None, inverse)[1]

@@ -1,0 +1,93 @@
+"""Codes the matrices of a model that is loaded: each nn.Linear of a table becomes a CodedLinear.
+
+A weight has a scale per row. An activation has one constant scale, of twice the largest value that calibration saw:
+e4m3 keeps its relative precision over 14 powers of two, so the margin costs nothing, and a new observation is not cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+
+import torch
+from phyai_kernels.reference import FP8, LARGEST_FP8, encode_fp8
+from torch import Tensor, nn
+
+from phyai_engine.errors import ConfigError
+from phyai_engine.layers.coded import CodedLinear
+from phyai_engine.quant.scales import ActivationScales
+
+MARGIN = 2.0
+ALIGNED = 16  # inputs: the rows of coded operands start at multiples of 16 bytes
+_SMALLEST = 1e-12  # an activation or a row of zeros has no largest value to scale by
+
+
+class Site(NamedTuple):
+    """A matrix that may be coded.
+
+    :param part: of the model, as a keep-list names it.
+    :param pairs: its rows are groups of that many, whose halves are interleaved for the operator; 0: they stay.
+    """
+
+    part: str
+    pairs: int = 0
+
+
+def code_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] as e4m3, and the scale of each row, [N] fp32."""
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1).clamp(min=_SMALLEST) / LARGEST_FP8
+    return (wide / scale[:, None]).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scale
+
+
+def interleaved(rows: Tensor, group: int) -> Tensor:
+    """Rows (0, g/2, 1, g/2 + 1, ...) of each group of ``group``. :param rows: [N, ...]; N a multiple of it."""
+    halves = rows.unflatten(0, (-1, 2, group // 2))
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def code_linear(linear: nn.Linear, largest: float, pairs: int) -> CodedLinear:
+    """:param largest: |activation|. :param pairs: see :class:`Site`."""
+    weight = linear.weight.detach()
+    values, scale = code_rows(interleaved(weight, pairs) if pairs else weight)
+    step = max(largest, _SMALLEST) * MARGIN / LARGEST_FP8
+    inverse = torch.tensor(1.0 / step, dtype=torch.float32, device=weight.device)
+    bias = None if linear.bias is None else linear.bias.detach()
+    return CodedLinear(values, scale / inverse, inverse, bias)
+
+
+def code_model(model: nn.Module, sites: Mapping[str, Site], scales: ActivationScales) -> None:
+    """Replace the matrices, one after the other.
+
+    :param sites: module name -> site.
+    :raises ConfigError: the scales are of other weights or lack a matrix, or a matrix cannot be coded.
+    """
+    if (found := weights_digest(model, sites)) != scales.weights:
+        raise ConfigError(
+            "the activation scales belong to other weights",
+            got=f"digest {scales.weights} ({scales.made})",
+            wanted=found,
+            where="options.quant_scales",
+            do="Run `phyai calibrate` with these weights.",
+        )
+    for name, site in sites.items():
+        linear = cast("nn.Linear", model.get_submodule(name))
+        if linear.in_features % ALIGNED:
+            raise ConfigError(
+                f"{name} cannot be coded",
+                got=f"{linear.in_features} inputs",
+                wanted=f"a multiple of {ALIGNED}",
+                do=f"Add {site.part} to `quant_keep`, or write `quant: none`.",
+            )
+        if name not in scales.largest:
+            raise ConfigError(f"no activation scale of {name}", got=scales.made, do="Run `phyai calibrate` again.")
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, code_linear(linear, scales.largest[name], site.pairs))
+
+
+def weights_digest(model: nn.Module, sites: Mapping[str, Site]) -> str:
+    """Of the matrices' largest values: the same on every device, and another for other weights."""
+    peaks = [cast("nn.Linear", model.get_submodule(name)).weight.detach().abs().amax() for name in sites]
+    exact = torch.stack(peaks).float().cpu().numpy().tobytes()
+    return hashlib.sha256(exact + "\n".join(sites).encode()).hexdigest()[:16]
