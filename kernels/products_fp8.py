@@ -6,6 +6,7 @@ rows must start at multiples of 16 bytes. Sums are fp32; scale, bias, nonlineari
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,21 @@ import triton.language as tl
 from phyai_kernels.gelu_mul import bent_gelu
 from phyai_kernels.products import launch_options, overlaps
 from phyai_kernels.reference import FP8, LARGEST_FP8
-from phyai_kernels.tiles import INTERPRETED, block, check_launch
+from phyai_kernels.tiles import INTERPRETED, WAVE, block, check_launch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+ALIGNED = 16  # bytes that rows of operands are multiples of
 OLDEST = (8, 9)  # compute capability of the first NVIDIA devices that multiply e4m3
 _LARGEST = tl.constexpr(LARGEST_FP8)
 _DOT = tl.float32 if INTERPRETED else tl.float8e4nv  # what operands are for ``tl.dot``
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """One for each multiprocessor."""
+    return WAVE if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Plan(NamedTuple):
@@ -35,7 +43,10 @@ class Plan(NamedTuple):
 
 
 def plan(rows: int, inputs: int, outputs: int) -> Plan:
-    """:param rows: of the activations."""
+    """On an H200: 968 x 2048 -> 2 x 16384 with gated GELU 109 us (cuBLAS' product alone 97), -> 2560 14.5 us.
+
+    :param rows: of the activations.
+    """
     if rows <= 64:
         cut = Plan(64, 64, 256, 4, 4)
     elif outputs >= 8192:
@@ -99,7 +110,7 @@ def check_coded(x: Tensor, weight: Tensor, factor: Tensor, *others: Tensor | Non
             f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype} and factor "
             f"{tuple(factor.shape)} do not fit"
         )
-    if inputs % 16 or not weight.is_contiguous():
+    if inputs % ALIGNED or not weight.is_contiguous():
         raise ValueError(f"the weight must be contiguous and its rows multiples of 16 bytes: got {inputs}")
     if x.device != factor.device or weight.device != factor.device:
         raise ValueError(f"tensors are on several devices: {x.device}, {weight.device}, {factor.device}")
@@ -156,37 +167,38 @@ def _product_fp8(
     BIAS: tl.constexpr,
     GELU: tl.constexpr,
     GATED: tl.constexpr,
+    FLAT: tl.constexpr,
     OVERLAP: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One tile. GATED: outputs are in turn gate and up, and their gated GELU is what is stored."""
-    down, across = tile_of(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N), GROUP)
-    column = across * BLOCK_N + tl.arange(0, BLOCK_N)
-    held = column < outputs
-    scale = tl.load(factor + column, mask=held, other=0.0)
-    if BIAS:
-        added = tl.load(bias + column, mask=held, other=0.0).to(tl.float32)
+    """Tiles, one after the other. GATED: outputs are in turn gate and up, and their gated GELU is what is stored."""
+    tiles_down, tiles_across = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
+    width = outputs // 2 if GATED else outputs
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    result = sum_tile(x, weight, down * BLOCK_M, across * BLOCK_N, inputs, BLOCK_M, BLOCK_N, BLOCK_K, DOT)
-    result = result * scale[None, :]
-    if BIAS:
-        result += added[None, :]
-    if GATED:
-        gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_N // 2, 2)))
-        result = bent_gelu(gate) * up
-        column = across * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        outputs = outputs // 2
-    if GELU:
-        result = bent_gelu(result)
-    row = down * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = out + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    mask = (row < rows)[:, None] & (column < outputs)[None, :]
-    if GELU or GATED:
-        tl.store(at, coded(result, inverse), mask=mask)
-    else:
-        tl.store(at, result.to(tl.bfloat16), mask=mask)
+    # Flattened, so that the first operands of the next tile are fetched while this one's result is bent and stored.
+    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, tl.num_programs(0), flatten=FLAT):
+        down, across = tile_of(tile, tiles_down, tiles_across, GROUP)
+        result = sum_tile(x, weight, down * BLOCK_M, across * BLOCK_N, inputs, BLOCK_M, BLOCK_N, BLOCK_K, DOT)
+        column = across * BLOCK_N + tl.arange(0, BLOCK_N)
+        held = column < outputs
+        result = result * tl.load(factor + column, mask=held, other=0.0)[None, :]
+        if BIAS:
+            result += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_N // 2, 2)))
+            result = bent_gelu(gate) * up
+            column = across * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        if GELU:
+            result = bent_gelu(result)
+        row = down * BLOCK_M + tl.arange(0, BLOCK_M)
+        at = out + row.to(tl.int64)[:, None] * width + column[None, :]
+        mask = (row < rows)[:, None] & (column < width)[None, :]
+        if GELU or GATED:
+            tl.store(at, coded(result, inverse), mask=mask)
+        else:
+            tl.store(at, result.to(tl.bfloat16), mask=mask)
 
 
 def product_fp8(
@@ -209,7 +221,10 @@ def product_fp8(
     cut = plan(rows, inputs, outputs)
     width = outputs // 2 if gated else outputs
     out = torch.empty((*x.shape[:-1], width), dtype=FP8 if gelu or gated else torch.bfloat16, device=x.device)
-    _product_fp8[(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.outputs),)](
+    tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.outputs)
+    programs = _programs(x.device)
+    flat = tiles >= 2 * programs
+    _product_fp8[(programs if flat else tiles,)](
         *described(x, weight, cut),
         factor,
         bias,
@@ -221,6 +236,26 @@ def product_fp8(
         BIAS=bias is not None,
         GELU=gelu,
         GATED=gated,
+        FLAT=flat,
         **launch_constants(cut, x.device),
     )
     return out
+
+
+def vendor_product_fp8(x: Tensor, weight: Tensor) -> Tensor | None:
+    """x @ weight.T as cuBLAS multiplies it, in bfloat16 and not scaled; None where it does not.
+
+    Its tiles are 10 % faster than ours, but have no epilogue of ours: for products whose reader can scale.
+    """
+    if INTERPRETED or x.device.type != "cuda" or len(weight) % ALIGNED:
+        return None
+    one = _one(x.device)
+    flat = x.reshape(-1, x.shape[-1])
+    out = torch._scaled_mm(flat, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return out.view(*x.shape[:-1], -1)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """A constant: made anew it would be a launch. The operators' check at load makes it, before any capture."""
+    return torch.ones((), device=device)

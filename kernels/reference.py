@@ -220,10 +220,9 @@ def gated_up_fp8(x: Tensor, weight: Tensor, factor: Tensor, inverse: Tensor) -> 
     return encode_fp8(gelu_mul(halves_of_pairs(gate_up, gate_up.shape[-1]).float()), inverse)
 
 
-def rms_norm_fp8(x: Tensor, inverse: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
-    """``rms_norm`` or, with ``shift``, ``ada_rms_norm`` without a residual add, coded. :param x: [..., D]."""
-    normed = rms_norm(x, scale)[1] if shift is None else ada_rms_norm(x, scale, shift)[1]
-    return encode_fp8(normed, inverse)
+def rms_norm_fp8(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """``rms_norm`` without a residual add, coded. :param x: [..., D]."""
+    return encode_fp8(rms_norm(x, weight)[1], inverse)
 
 
 def layer_norm_fp8(
@@ -240,26 +239,16 @@ def layer_norm_fp8(
 
 
 def linear_norm_fp8(
-    x: Tensor,
-    weight: Tensor,
-    factor: Tensor | None,
-    stream: Tensor,
-    inverse: Tensor | None,
-    scale: Tensor,
-    shift: Tensor | None = None,
-    gate: Tensor | None = None,
+    x: Tensor, weight: Tensor, factor: Tensor | None, stream: Tensor, scale: Tensor, inverse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``linear_norm`` with coded operands, a coded result, or both.
+    """``linear_norm``, neither gated nor shifted, with coded operands, a coded result, or both.
 
     :param x, weight: [..., K] and [N, K], coded with ``factor`` [N]; both as they are where it is None.
     :param inverse: of the normed form; None leaves it as it is.
     :return: the new residual stream, and its normed form, e4m3 where ``inverse`` is given.
     """
     out = linear(x, weight) if factor is None else linear_fp8(x, weight, factor)
-    if gate is not None:
-        out = gate.to(out.dtype) * out
-    stream = stream + out
-    normed = rms_norm(stream, scale)[1] if shift is None else ada_rms_norm(stream, scale, shift)[1]
+    stream, normed = rms_norm(stream, scale, out.to(stream.dtype))
     return stream, normed if inverse is None else encode_fp8(normed, inverse)
 
 

@@ -27,6 +27,7 @@ def _norm_row(
     scale,
     shift,
     inverse,
+    factor,
     total,
     normed,
     width,
@@ -35,10 +36,14 @@ def _norm_row(
     GATE: tl.constexpr,
     SHIFT: tl.constexpr,
     CODE: tl.constexpr,
+    FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift, with CODE as e4m3."""
+    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift, with CODE as e4m3.
+
+    With FACTOR ``out`` is a product that has yet to be scaled.
+    """
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -50,6 +55,8 @@ def _norm_row(
     if ADD:
         dtype = value.dtype
         added = tl.load(out + row + column, mask=inside, other=0.0).to(tl.float32)
+        if FACTOR:
+            added = (added * tl.load(factor + column, mask=inside, other=0.0)).to(dtype).to(tl.float32)
         if GATE:  # rounded where the reference rounds: the gate, then the product
             opened = tl.load(gate + column, mask=inside, other=0.0).to(dtype)
             added = (opened.to(tl.float32) * added).to(dtype).to(tl.float32)
@@ -78,9 +85,13 @@ def norm_rows(
     out: Tensor | None,
     gate: Tensor | None,
     inverse: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's. ``inverse`` codes the normed form."""
-    check_launch(x, scale, shift, out, gate, inverse)
+    """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's.
+
+    :param inverse: codes the normed form. :param factor: [width] fp32, scales ``out`` first.
+    """
+    check_launch(x, scale, shift, out, gate, inverse, factor)
     width = x.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} are too long for one program, the longest is {WIDEST}")
@@ -101,6 +112,7 @@ def norm_rows(
         vectors[0],
         vectors[1],
         inverse,
+        factor,
         total,
         normed,
         width,
@@ -109,6 +121,7 @@ def norm_rows(
         GATE=gate is not None,
         SHIFT=shift is not None,
         CODE=inverse is not None,
+        FACTOR=factor is not None,
         BLOCK=size,
         OVERLAP=overlaps(x.device),
         num_warps=min(max(size // 256, 1), 16),

@@ -1,4 +1,4 @@
-"""RMSNorm, plain or adaptive, whose result is coded: rms_norm.py's kernel without the residual add."""
+"""RMSNorm whose result is coded: rms_norm.py's kernel without the residual add."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from phyai_kernels.rms_norm import norm_rows
 from torch import Tensor
 
 
-def rms_norm_fp8(x: Tensor, inverse: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+def rms_norm_fp8(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
     """See :func:`phyai_kernels.reference.rms_norm_fp8`. What is not contiguous is copied first.
 
     :raises ValueError: as ``rms_norm``.
     """
-    return norm_rows(x, scale, shift, None, None, inverse)[1]
+    return norm_rows(x, weight, None, None, None, inverse)[1]

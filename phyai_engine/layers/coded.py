@@ -1,25 +1,20 @@
-"""Matrices that may be coded (quant/), and the operators' calls that differ by it.
+"""Layers some of whose matrices are coded (quant/): the operators' calls that differ by it.
 
-Each call takes the matrix that reads its result: a coded one is handed eight bits by what comes before it, so that no
-kernel of its own codes anything. With plain matrices on both sides the operators are those of 16 and 32 bits.
+What comes before a coded matrix hands it eight bits, so that no kernel of its own codes anything. With plain matrices
+on both sides the operators are those of 16 and 32 bits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from phyai_engine.layers.ops import Ops
 from phyai_engine.layers.rotary import Rotary
 
-
-class Coded(NamedTuple):
-    """What an operator takes of a coded matrix. :param weight, factor, inverse: see :class:`CodedLinear`."""
-
-    weight: Tensor
-    factor: Tensor
-    inverse: Tensor
+Matrix = nn.Module
+"""nn.Linear or CodedLinear: all that a type checker knows of a module's attribute."""
 
 
 class CodedLinear(nn.Module):
@@ -40,103 +35,82 @@ class CodedLinear(nn.Module):
             self.register_buffer(name, tensor)
 
 
-Matrix = nn.Module
-"""nn.Linear or CodedLinear: what nn.Module's attributes are to a type checker."""
+def inverse_of(reader: Matrix | None) -> Tensor | None:
+    """What codes the operand of a matrix; None for a plain one and for none at all."""
+    return reader.inverse if isinstance(reader, CodedLinear) else None
 
 
-def code_of(matrix: Matrix | None) -> Coded | None:
-    """None for a plain matrix and for none at all."""
-    if not isinstance(matrix, CodedLinear):
-        return None
-    return Coded(matrix.weight, matrix.factor, matrix.inverse)
+def is_coded(*matrices: Matrix) -> bool:
+    """Any of them is."""
+    return any(isinstance(matrix, CodedLinear) for matrix in matrices)
 
 
-def plain(matrix: Matrix) -> Tensor:
-    """The weight of a matrix that is not coded."""
-    return cast("nn.Linear", matrix).weight
-
-
-class Norm(NamedTuple):
-    """Vectors of one norm, [width] fp32 each.
-
-    :param scale: the gain's offset from 1. :param shift: None for a plain RMSNorm.
-    :param gate: of the sub-layer behind the norm; None adds its output as it is.
-    """
-
-    scale: Tensor
-    shift: Tensor | None = None
-    gate: Tensor | None = None
-
-
-def first_norm(ops: Ops, x: Tensor, norm: Norm, reader: Matrix) -> Tensor:
+def rms_norm(ops: Ops, x: Tensor, scale: Tensor, reader: Matrix) -> Tensor:
     """The stream normed, before any sub-layer."""
-    if (code := code_of(reader)) is not None:
-        return ops.rms_norm_fp8(x, code.inverse, norm.scale, norm.shift)
-    if norm.shift is None:
-        return ops.rms_norm(x, norm.scale)[1]
-    return ops.ada_rms_norm(x, norm.scale, norm.shift)[1]
+    inverse = inverse_of(reader)
+    return ops.rms_norm(x, scale)[1] if inverse is None else ops.rms_norm_fp8(x, scale, inverse)
 
 
 def linear_norm(
-    ops: Ops, x: Tensor, matrix: Matrix, stream: Tensor, norm: Norm, gate: Tensor | None, reader: Matrix | None
+    ops: Ops, x: Tensor, matrix: Matrix, stream: Tensor, scale: Tensor, reader: Matrix
 ) -> tuple[Tensor, Tensor]:
-    """A sub-layer's end and the norm behind it.
-
-    :param gate: of this sub-layer. :param reader: what multiplies the normed form; None: no matrix does.
-    """
-    code, next_ = code_of(matrix), code_of(reader)
-    if code is None and next_ is None:
-        return ops.linear_norm(x, plain(matrix), stream, norm.scale, norm.shift, gate)
-    weight, factor = (plain(matrix), None) if code is None else code[:2]
-    inverse = None if next_ is None else next_.inverse
-    return ops.linear_norm_fp8(x, weight, factor, stream, inverse, norm.scale, norm.shift, gate)
+    """A sub-layer's end, and the norm that the reader multiplies."""
+    inverse, weight = inverse_of(reader), _weight(matrix)
+    if isinstance(matrix, CodedLinear):
+        return ops.linear_norm_fp8(x, weight, matrix.factor, stream, scale, inverse)
+    if inverse is not None:
+        return ops.linear_norm_fp8(x, weight, None, stream, scale, inverse)
+    return ops.linear_norm(x, weight, stream, scale)
 
 
 def project_rotate(
     ops: Ops, x: Tensor, matrix: Matrix, table: Rotary, keys: Tensor, values: Tensor, start: Tensor, heads: int
 ) -> Tensor:
-    """The way into attention. With ``heads`` 0 the rows of K and V alone are used, the matrix' last."""
-    rows = (heads + 2 * keys.shape[1]) * keys.shape[3]
-    if (code := code_of(matrix)) is None:
-        return ops.project_rotate(x, plain(matrix)[-rows:], table, keys, values, start, heads)
-    return ops.project_rotate_fp8(x, code.weight[-rows:], code.factor[-rows:], table, keys, values, start, heads)
+    """The way into attention."""
+    if isinstance(matrix, CodedLinear):
+        return ops.project_rotate_fp8(x, matrix.weight, matrix.factor, table, keys, values, start, heads)
+    return ops.project_rotate(x, _weight(matrix), table, keys, values, start, heads)
 
 
 def attend(ops: Ops, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, reader: Matrix) -> Tensor:
-    """Attention."""
-    if (code := code_of(reader)) is None:
+    """Attention up to a length."""
+    inverse = inverse_of(reader)
+    if inverse is None:
         return ops.attend(query, keys, values, lengths)
-    return ops.attend_fp8(query, keys, values, lengths, code.inverse)
+    return ops.attend_fp8(query, keys, values, lengths, inverse)
 
 
 def gated_up(ops: Ops, x: Tensor, matrix: Matrix, reader: Matrix) -> Tensor:
     """The first half of a gated MLP; both halves are coded or neither is."""
-    code, next_ = code_of(matrix), code_of(reader)
-    if code is None or next_ is None:
-        return ops.gated_up(x, plain(matrix))
-    return ops.gated_up_fp8(x, code.weight, code.factor, next_.inverse)
+    if isinstance(matrix, CodedLinear):
+        return ops.gated_up_fp8(x, matrix.weight, matrix.factor, inverse_of(reader))
+    return ops.gated_up(x, _weight(matrix))
 
 
 def layer_norm(
     ops: Ops, x: Tensor, norm: nn.LayerNorm, added: tuple[Tensor, ...], reader: Matrix
 ) -> tuple[Tensor, Tensor]:
     """Residual add and LayerNorm. :param added: a product without its bias, and the bias; or nothing."""
-    if (code := code_of(reader)) is None:
+    inverse = inverse_of(reader)
+    if inverse is None:
         return ops.layer_norm(x, norm.weight, norm.bias, *added)
-    return ops.layer_norm_fp8(x, norm.weight, norm.bias, code.inverse, *added)
+    return ops.layer_norm_fp8(x, norm.weight, norm.bias, inverse, *added)
 
 
-def linear(ops: Ops, x: Tensor, matrix: Matrix, *, with_bias: bool = True) -> Tensor:
+def linear(ops: Ops, x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """A product."""
-    bias = cast("Tensor | None", matrix.bias) if with_bias else None
-    if (code := code_of(matrix)) is None:
-        return ops.linear(x, plain(matrix)) if bias is None else ops.linear(x, plain(matrix), bias)
-    return ops.linear_fp8(x, code.weight, code.factor, bias)
+    if isinstance(matrix, CodedLinear):
+        return ops.linear_fp8(x, matrix.weight, matrix.factor, bias)
+    return ops.linear(x, _weight(matrix), bias)
 
 
 def linear_gelu(ops: Ops, x: Tensor, matrix: Matrix, reader: Matrix) -> Tensor:
     """The first half of a plain MLP; both halves are coded or neither is."""
-    code, next_, bias = code_of(matrix), code_of(reader), cast("Tensor", matrix.bias)
-    if code is None or next_ is None:
-        return ops.linear_gelu(x, plain(matrix), bias)
-    return ops.linear_gelu_fp8(x, code.weight, code.factor, bias, next_.inverse)
+    bias = cast("Tensor", matrix.bias)
+    if isinstance(matrix, CodedLinear):
+        return ops.linear_gelu_fp8(x, matrix.weight, matrix.factor, bias, inverse_of(reader))
+    return ops.linear_gelu(x, _weight(matrix), bias)
+
+
+def _weight(matrix: Matrix) -> Tensor:
+    return cast("Tensor", matrix.weight)

@@ -162,9 +162,7 @@ def _coded_product(draw: _Draw, rows: int, inputs: int, outputs: int) -> tuple[T
 
 
 def _rms_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    x, inverse, scale = draw.x(rows, width), draw.wide().abs() + 50, draw.wide(width)
-    yield x, inverse, scale
-    yield x, inverse, scale, draw.wide(width)
+    yield draw.x(rows, width), draw.wide(width), draw.wide().abs() + 50
 
 
 def _layer_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
@@ -183,12 +181,11 @@ def _linear_gelu_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Itera
 
 
 def _linear_norm_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
-    plain = list(_linear_norm(draw, rows, inputs, outputs))
-    x, weight, stream, *vectors = plain[-1]
+    x, weight, stream, scale = next(_linear_norm(draw, rows, inputs, outputs))
     inverse = draw.wide().abs() + 50
-    yield x, weight, None, stream, inverse, *vectors
-    yield *_coded_product(draw, rows, inputs, outputs), stream, None, vectors[0]
-    yield *_coded_product(draw, rows, inputs, outputs), stream, inverse, *vectors
+    yield x, weight, None, stream, scale, inverse
+    yield *_coded_product(draw, rows, inputs, outputs), stream, scale, None
+    yield *_coded_product(draw, rows, inputs, outputs), stream, scale, inverse
 
 
 def _gated_up_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:

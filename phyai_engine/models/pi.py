@@ -26,10 +26,9 @@ from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
 from phyai_engine.models import pi_compact
-from phyai_engine.layers.coded import Norm
-from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms, Span
+from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norm, Norms, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
-from phyai_engine.models.pi_coded import check_device, code
+from phyai_engine.models.pi_coded import check_device, code, coded_shapes
 from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.types import BufferSpec, ModelSpec
@@ -68,18 +67,16 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
 
     :param dtype: of the towers' activations; the vision tower's is ``options.vision_dtype``.
     """
-    o, vision, parts = options, _vision_dtype(options, dtype), options.coded_parts()
+    o, vision = options, _vision_dtype(options, dtype)
     queries, images = o.heads * o.head_dim, len(o.cameras) * o.image_tokens
     length = images + o.prompt_len
     columns = length + o.state_tokens + o.action_horizon
-    attention, mlp = ("_fp8" if f"vision.{part}" in parts else "" for part in ("attention", "mlp"))
     shapes = [
         OpShape("linear", torch.float32, (images, 3 * o.patch**2, o.vis_width)),
-        *(OpShape(f"layer_norm{form}", vision, (images, o.vis_width)) for form in ("", attention, mlp)),
-        OpShape(f"linear{attention}", vision, (images, o.vis_width, 3 * o.vis_width)),
-        *_linears(images, vision, (o.vis_width, o.vis_width), (o.vis_width, o.width)),
-        OpShape(f"linear_gelu{mlp}", vision, (images, o.vis_width, o.vis_mlp)),
-        OpShape(f"linear{mlp}", vision, (images, o.vis_mlp, o.vis_width)),
+        OpShape("layer_norm", vision, (images, o.vis_width)),
+        *_linears(images, vision, (o.vis_width, 3 * o.vis_width), (o.vis_width, o.vis_width)),
+        *_linears(images, vision, (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
+        OpShape("linear_gelu", vision, (images, o.vis_width, o.vis_mlp)),
         OpShape(
             "attend",
             vision,
@@ -87,29 +84,24 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
         ),
     ]
     actions = "ada_rms_norm" if o.variant == "pi05" else "rms_norm"
-    # Tower, norm, rows, width, MLP of each pass.
-    passes = [("language", "rms_norm", length, o.width, o.mlp)]
-    passes += [("expert", actions, o.action_horizon, o.exp_width, o.exp_mlp)]
-    passes += [("expert", "rms_norm", 1, o.exp_width, o.exp_mlp)] if o.variant == "pi0" else []
-    for tower, norm, rows, width, wide in passes:
-        attention, mlp = ("_fp8" if f"{tower}.{part}" in parts else "" for part in ("attention", "mlp"))
-        # A stack whose attention alone is coded hands on a plain norm at its end.
-        ends = dict.fromkeys((attention or mlp, mlp if tower == "expert" else attention or mlp))
+    # Norm, rows, width, MLP of each pass.
+    passes = [("rms_norm", length, o.width, o.mlp), (actions, o.action_horizon, o.exp_width, o.exp_mlp)]
+    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp)] if o.variant == "pi0" else []
+    for norm, rows, width, mlp in passes:
         shapes += [
-            OpShape("rms_norm_fp8" if attention else norm, dtype, (rows, width)),
-            OpShape(
-                f"project_rotate{attention}", dtype, (1, rows, width, o.heads, o.kv_heads, o.head_dim, columns)
-            ),
-            OpShape(f"attend{attention}", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
-            OpShape(f"gated_up{mlp}", dtype, (rows, width, wide)),
-            *(OpShape(f"linear_norm{end}", dtype, (rows, size, width)) for end in ends for size in (queries, wide)),
+            OpShape(norm, dtype, (rows, width)),
+            OpShape("project_rotate", dtype, (1, rows, width, o.heads, o.kv_heads, o.head_dim, columns)),
+            OpShape("attend", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
+            OpShape("linear_norm", dtype, (rows, queries, width)),
+            OpShape("gated_up", dtype, (rows, width, mlp)),
+            OpShape("linear_norm", dtype, (rows, mlp, width)),
         ]
     heads = [(o.action_dim, o.exp_width), (o.exp_width, o.action_dim)]
     if o.variant == "pi0":
         heads += [(o.exp_width, o.exp_width)]
         shapes += _linears(1, torch.float32, (o.action_dim, o.exp_width))
     shapes += _linears(o.action_horizon, torch.float32, *heads)
-    return list(dict.fromkeys(shapes))
+    return list(dict.fromkeys((*shapes, *coded_shapes(options))))
 
 
 def _linears(rows: int, dtype: torch.dtype, *sizes: tuple[int, int]) -> list[OpShape]:

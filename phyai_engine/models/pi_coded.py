@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from phyai_engine.errors import ConfigError
-from phyai_engine.layers.ops import REFERENCE
+from phyai_engine.layers.ops import REFERENCE, OpShape
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.quant.calibration import Observer
 from phyai_engine.quant.coding import Site, code_model, weights_digest
@@ -22,31 +23,70 @@ from phyai_engine.types import Row
 if TYPE_CHECKING:
     from phyai_engine.models.pi import PiModel
 
+_HALVES = {"fc1": "fc2", "fc2": "fc1", "gate_up": "down", "down": "gate_up"}
 _SYNTHETIC = 2  # observations; what a third adds to the largest values is far below the margin
 
 
-def sites(options: PiOptions, parts: Iterable[str] | None = None) -> dict[str, Site]:
-    """Module name -> matrix of the parts to code, in a fixed order.
+def sites(options: PiOptions) -> dict[str, Site]:
+    """Module name -> matrix that ``quant`` codes, in a fixed order.
 
-    SigLIP's ``out`` is none: the vendor's attention writes what it reads, in 16 bits.
-
-    :param parts: the options' own unless given.
+    :raises ConfigError: half of an MLP is kept: what stands between its halves is of one kind.
     """
-    o, chosen = options, frozenset(options.coded_parts() if parts is None else parts)
-    table: dict[str, Site] = {}
+    if options.quant == "none":
+        return {}
+    o, table = options, dict[str, Site]()
     for i in range(o.vis_depth):
-        table[f"vision.layers.{i}.qkv"] = Site("vision.attention")
-        table[f"vision.layers.{i}.fc1"] = table[f"vision.layers.{i}.fc2"] = Site("vision.mlp")
-    for tower, mlp in (("language", o.mlp), ("expert", o.exp_mlp)):
-        for i in range(o.depth):
-            at = f"{tower}.layers.{i}."
-            table[at + "qkv"] = Site(f"{tower}.attention", pairs=o.head_dim)
-            if tower == "language" and i + 1 == o.depth:
-                continue  # it ends at K and V
-            table[at + "o"] = Site(f"{tower}.attention")
-            table[at + "gate_up"] = Site(f"{tower}.mlp", pairs=2 * mlp)
-            table[at + "down"] = Site(f"{tower}.mlp")
-    return {name: site for name, site in table.items() if site.part in chosen}
+        # SigLIP's ``out`` is not here: the vendor's attention writes what it reads, in 16 bits.
+        table |= dict.fromkeys((f"vision.layers.{i}.{leaf}" for leaf in ("qkv", "fc1", "fc2")), Site())
+    for i in range(o.depth):
+        at = f"language.layers.{i}."
+        table[at + "qkv"] = Site(pairs=o.head_dim)
+        if i + 1 < o.depth:  # the last layer ends at K and V
+            table |= {at + "o": Site(), at + "gate_up": Site(pairs=2 * o.mlp), at + "down": Site()}
+    kept = {name for pattern in o.quant_keep for name in fnmatch.filter(table, pattern)}
+    for name in kept:
+        owner, _, leaf = name.rpartition(".")
+        if (other := _HALVES.get(leaf)) and f"{owner}.{other}" not in kept:
+            raise ConfigError(
+                f"{leaf} is kept and {other} is not",
+                got=", ".join(o.quant_keep),
+                wanted="both halves of an MLP, or none",
+                where="options.quant_keep",
+                do=f"Add {owner}.{other}.",
+            )
+    return {name: site for name, site in table.items() if name not in kept}
+
+
+def coded_shapes(options: PiOptions) -> list[OpShape]:
+    """Calls of the operators of coded matrices in one full request, beside those that models.pi.op_shapes lists."""
+    leaves = {(name.partition(".")[0], name.rpartition(".")[2]) for name in sites(options)}
+    o, dtype = options, torch.bfloat16
+    images = len(o.cameras) * o.image_tokens
+    rows, queries = images + o.prompt_len, o.heads * o.head_dim
+    columns = rows + o.state_tokens + o.action_horizon
+    heads = (o.heads, o.kv_heads)
+    found: dict[tuple[str, str], list[tuple[str, tuple[int, ...]]]] = {
+        ("vision", "qkv"): [
+            ("layer_norm_fp8", (images, o.vis_width)), ("linear_fp8", (images, o.vis_width, 3 * o.vis_width))
+        ],
+        ("vision", "fc1"): [
+            ("layer_norm_fp8", (images, o.vis_width)), ("linear_gelu_fp8", (images, o.vis_width, o.vis_mlp))
+        ],
+        ("vision", "fc2"): [("linear_fp8", (images, o.vis_mlp, o.vis_width))],
+        ("language", "qkv"): [
+            ("rms_norm_fp8", (rows, o.width)),
+            ("project_rotate_fp8", (1, rows, o.width, *heads, o.head_dim, columns)),
+            ("linear_norm_fp8", (rows, o.mlp, o.width)),
+        ],
+        ("language", "o"): [
+            ("attend_fp8", (1, *heads, rows, columns, o.head_dim)), ("linear_norm_fp8", (rows, queries, o.width))
+        ],
+        ("language", "gate_up"): [
+            ("gated_up_fp8", (rows, o.width, o.mlp)), ("linear_norm_fp8", (rows, queries, o.width))
+        ],
+        ("language", "down"): [("linear_norm_fp8", (rows, o.mlp, o.width))],
+    }  # fmt: skip
+    return [OpShape(op, dtype, dims) for place, calls in found.items() if place in leaves for op, dims in calls]
 
 
 def check_device(options: PiOptions, device: torch.device) -> None:

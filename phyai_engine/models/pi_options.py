@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -11,9 +11,6 @@ from phyai_engine.types import BufferSpec, ModelSpec
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
-Part = Literal[
-    "vision.attention", "vision.mlp", "language.attention", "language.mlp", "expert.attention", "expert.mlp"
-]
 
 
 class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -29,10 +26,11 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param min_period, max_period: of the time embedding's sinusoids, in flow time.
     :param kernels: which operators run: layers/ops.py.
     :param graphs: ``auto`` captures CUDA graphs on an accelerator at load, ``none`` never.
-    :param quant: a scheme of quant/schemes.py for the towers' matrices. Embedding, patches, projector, norms and the
-        action heads are never coded, nor is SigLIP's output projection.
-    :param quant_keep: parts whose matrices stay as they are. :param quant_scales: file of ``phyai calibrate``; empty:
-        the one in the checkpoint's folder, and random weights are calibrated at load.
+    :param quant: a scheme of quant/schemes.py for matrices of vision and language tower. Embedding, patches, projector,
+        SigLIP's output projections, norms, the action expert and its heads are never coded.
+    :param quant_keep: patterns of matrices that stay as they are, such as ``language.layers.[0-5].qkv``; the default is
+        measured (LOG.md). :param quant_scales: file of ``phyai calibrate``; empty: the one in the checkpoint's folder,
+        and random weights are calibrated at load.
     :param prompt_buckets: prompt lengths that graphs are captured for, beside ``prompt_len``; a prompt takes the next.
     """
 
@@ -69,7 +67,7 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_period: Positive = 4.0
     kernels: Literal["auto", "triton", "reference"] = "auto"
     quant: Literal["none", "w8a8_fp8"] = "none"
-    quant_keep: tuple[Part, ...] = ("vision.attention", "expert.attention", "expert.mlp")
+    quant_keep: tuple[str, ...] = ("vision.*", "language.layers.[0-5].qkv", "language.layers.[0-5].o")
     quant_scales: str = ""
     graphs: Literal["auto", "none"] = "auto"
     prompt_buckets: tuple[Count, ...] = (16, 48, 96)
@@ -88,8 +86,8 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             (self.min_period < self.max_period, "min_period must be below max_period"),
             (self.quant == "none" or self.dtype == "bfloat16", "quant needs dtype: bfloat16"),
             (
-                self.vision_dtype == "same" or not any(part.startswith("vision") for part in self.coded_parts()),
-                "vision_dtype: float32 needs vision.attention and vision.mlp in quant_keep",
+                self.quant == "none" or self.vision_dtype == "same" or "vision.*" in self.quant_keep,
+                "vision_dtype: float32 needs `vision.*` in quant_keep",
             ),
         )
         for holds, rule in rules:
@@ -105,10 +103,6 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def state_tokens(self) -> int:
         """Tokens between prefix and actions: pi0 has one for the state."""
         return 1 if self.variant == "pi0" else 0
-
-    def coded_parts(self) -> tuple[Part, ...]:
-        """Whose matrices ``quant`` codes."""
-        return () if self.quant == "none" else tuple(part for part in get_args(Part) if part not in self.quant_keep)
 
     def spec(self) -> ModelSpec:
         """What a model of these options declares to the runner and the adapter."""

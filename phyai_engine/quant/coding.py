@@ -24,13 +24,11 @@ _SMALLEST = 1e-12  # an activation or a row of zeros has no largest value to sca
 
 
 class Site(NamedTuple):
-    """A matrix that may be coded.
+    """A matrix to code.
 
-    :param part: of the model, as a keep-list names it.
     :param pairs: its rows are groups of that many, whose halves are interleaved for the operator; 0: they stay.
     """
 
-    part: str
     pairs: int = 0
 
 
@@ -78,7 +76,7 @@ def code_model(model: nn.Module, sites: Mapping[str, Site], scales: ActivationSc
                 f"{name} cannot be coded",
                 got=f"{linear.in_features} inputs",
                 wanted=f"a multiple of {ALIGNED}",
-                do=f"Add {site.part} to `quant_keep`, or write `quant: none`.",
+                do=f"Add {name} to `quant_keep`, or write `quant: none`.",
             )
         if name not in scales.largest:
             raise ConfigError(f"no activation scale of {name}", got=scales.made, do="Run `phyai calibrate` again.")

@@ -37,6 +37,14 @@ SHAPES = [
     OpShape("project_rotate", torch.float32, (2, 3, 40, 4, 1, 16, 9)),
     OpShape("split_rotate", torch.bfloat16, (2, 3, 4, 1, 16, 9)),
     OpShape("attend", torch.float32, (2, 4, 1, 3, 20, 16)),
+    OpShape("rms_norm_fp8", torch.bfloat16, (3, 40)),
+    OpShape("layer_norm_fp8", torch.bfloat16, (3, 40)),
+    OpShape("linear_fp8", torch.bfloat16, (3, 48, 24)),
+    OpShape("linear_gelu_fp8", torch.bfloat16, (3, 48, 24)),
+    OpShape("linear_norm_fp8", torch.bfloat16, (3, 48, 24)),
+    OpShape("gated_up_fp8", torch.bfloat16, (3, 48, 24)),
+    OpShape("project_rotate_fp8", torch.bfloat16, (2, 3, 48, 4, 1, 16, 9)),
+    OpShape("attend_fp8", torch.bfloat16, (2, 4, 1, 3, 20, 16)),
 ]
 
 
@@ -55,7 +63,7 @@ def choice(op: str, kind: Any = "triton", device: torch.device = CPU) -> tuple[A
 
 
 def test_operators_references_kernels_and_tables_are_the_same_set() -> None:
-    files = {path.stem for path in KERNELS.glob("*.py")} - {"reference", "backward", "tiles", "products"}
+    files = {path.stem for path in KERNELS.glob("*.py")} - {"reference", "backward", "tiles", "products", "products_fp8"}
     assert files <= set(OPERATORS), "a kernel file without a field of Ops"
     assert {op for op, kinds in ops.CANDIDATES.items() if "triton" in kinds} == files
     assert set(ops.CANDIDATES) == set(ops.DIMS) == set(OPERATORS)
@@ -180,7 +188,7 @@ def test_what_varies_between_requests_compiles_nothing_new() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     script = """
 import importlib
-for name in ("attend", "split_rotate", "linear", "linear_norm", "gated_up", "project_rotate"):
+for name in ("attend", "split_rotate", "linear", "linear_norm", "gated_up", "project_rotate", "products_fp8", "project_rotate_fp8"):
     module = importlib.import_module(f"phyai_kernels.{name}")
     for kernel in (kernel for kernel in vars(module).values() if hasattr(kernel, "params")):
         varying = {"columns", "queries", "spans", "tokens", "rows"}
@@ -190,8 +198,9 @@ for name in ("attend", "split_rotate", "linear", "linear_norm", "gated_up", "pro
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     kernels = [line.split() for line in done.stdout.splitlines()]
     names = {"_add_spans", "_attend", "_linear", "_merge", "_split_rotate", "_add_norm", "_gated_up", "_project_rotate"}
+    names |= {"_product_fp8", "_project_rotate_fp8"}
     assert {name for name, *_ in kernels} >= names
-    inner = {"_sum_columns", "product"}  # called by kernels, never launched: their arguments are what the caller has
+    inner = {"_sum_columns", "product", "sum_tile"}  # called by kernels, never launched: their arguments are what the caller has
     wrong = [kernel for kernel in kernels if len(kernel) > 1 and kernel[0] not in inner]
     assert not wrong, "a varying number is specialized"
 

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from phyai_engine.layers.coded import Norm, attend, first_norm, gated_up, linear_norm, project_rotate
+from phyai_engine.layers import coded
+from phyai_engine.layers.coded import is_coded
 from phyai_engine.layers.ops import Ops
 from phyai_engine.layers.rotary import Rotary
+
+
+class Norm(NamedTuple):
+    """Vectors of one norm, [width] fp32 each.
+
+    :param scale: the gain's offset from 1. :param shift: None for a plain RMSNorm.
+    :param gate: of the sub-layer behind the norm; None adds its output as it is.
+    """
+
+    scale: Tensor
+    shift: Tensor | None = None
+    gate: Tensor | None = None
 
 
 Norms = Callable[[int], Norm]
@@ -110,16 +123,35 @@ class GemmaStack(nn.Module):
         :param x: [B, S, width].
         """
         last = self.options.depth - 1
+        if any(is_coded(*layer.children()) for layer in self.layers):
+            self._fill_coded(x, span, norms, ops)
+            return
         normed = self._run(last, x, span, norms, ops)
-        at = span.rotary, span.keys[last], span.values[last], span.start
-        project_rotate(ops, normed, self._at(last).qkv, *at, 0)
+        weight = self._at(last).qkv.weight[-2 * self.options.kv_heads * self.options.head_dim :]
+        ops.project_rotate(normed, weight, span.rotary, span.keys[last], span.values[last], span.start, 0)
 
     def _run(self, count: int, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
         """The first ``count`` layers. :return: the stream as the norm behind them leaves it."""
-        normed = first_norm(ops, x, norms(0), self._at(0).qkv)
+        scale, shift, _ = norms(0)
+        _, normed = ops.rms_norm(x, scale) if shift is None else ops.ada_rms_norm(x, scale, shift)
         for i in range(count):
             x, normed = self._layer(i, x, normed, span, norms, ops)
         return normed
+
+    def _fill_coded(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> None:
+        """``fill`` of a stack with coded matrices. Its norms are plain, and it ends at K and V."""
+        scales = [norms(index).scale for index in range(2 * self.options.depth - 1)]
+        normed = coded.rms_norm(ops, x, scales[0], self._at(0).qkv)
+        for i, layer in enumerate(cast("Sequence[_Layer]", self.layers)):
+            slabs, last = (span.keys[i], span.values[i]), i + 1 == self.options.depth
+            heads = 0 if last else self.options.heads
+            query = coded.project_rotate(ops, normed, layer.qkv, span.rotary, *slabs, span.start, heads)
+            if last:
+                return
+            mixed = coded.attend(ops, query, *slabs, span.lengths, layer.o)
+            x, normed = coded.linear_norm(ops, mixed, layer.o, x, scales[2 * i + 1], layer.gate_up)
+            inner = coded.gated_up(ops, normed, layer.gate_up, layer.down)
+            x, normed = coded.linear_norm(ops, inner, layer.down, x, scales[2 * i + 2], self._at(i + 1).qkv)
 
     def _at(self, index: int) -> _Layer:
         return cast("Sequence[_Layer]", self.layers)[index]
@@ -128,9 +160,8 @@ class GemmaStack(nn.Module):
         """The residual stream behind layer i, and its form normed for what follows."""
         layer, keys, values = self._at(i), span.keys[i], span.values[i]
         before, between, behind = (norms(2 * i + j) for j in range(3))
-        following = self._at(i + 1).qkv if i + 1 < self.options.depth else None
-        query = project_rotate(ops, normed, layer.qkv, span.rotary, keys, values, span.start, self.options.heads)
-        attended = attend(ops, query, keys, values, span.lengths, layer.o)
-        x, normed = linear_norm(ops, attended, layer.o, x, between, before.gate, layer.gate_up)
-        inner = gated_up(ops, normed, layer.gate_up, layer.down)
-        return linear_norm(ops, inner, layer.down, x, behind, between.gate, following)
+        query = ops.project_rotate(normed, layer.qkv.weight, span.rotary, keys, values, span.start, self.options.heads)
+        attended = ops.attend(query, keys, values, span.lengths)
+        x, normed = ops.linear_norm(attended, layer.o.weight, x, between.scale, between.shift, before.gate)
+        inner = ops.gated_up(normed, layer.gate_up.weight)
+        return ops.linear_norm(inner, layer.down.weight, x, behind.scale, behind.shift, between.gate)

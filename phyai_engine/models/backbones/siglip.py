@@ -67,10 +67,10 @@ class Siglip(nn.Module):
         added: tuple[Tensor, ...] = ()  # product and bias of the sub-layer before: the next norm adds them
         for layer in cast("Sequence[_Layer]", self.layers):
             x, normed = layer_norm(ops, x, layer.layer_norm1, added, layer.qkv)
-            added = linear(ops, self._attention(layer, normed, ops), layer.out, with_bias=False), layer.out.bias
+            added = linear(ops, self._attention(layer, normed, ops), layer.out), layer.out.bias
             x, normed = layer_norm(ops, x, layer.layer_norm2, added, layer.fc1)
             inner = linear_gelu(ops, normed, layer.fc1, layer.fc2)
-            added = linear(ops, inner, layer.fc2, with_bias=False), layer.fc2.bias
+            added = linear(ops, inner, layer.fc2), layer.fc2.bias
         return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias, *added)[1]
 
     def _patches(self, images: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Siglip(nn.Module):
         return seen.permute(0, 2, 4, 1, 3, 5).reshape(len(images), grid * grid, -1)
 
     def _attention(self, layer: _Layer, normed: Tensor, ops: Ops) -> Tensor:
-        qkv = linear(ops, normed, layer.qkv)
+        qkv = linear(ops, normed, layer.qkv, layer.qkv.bias)
         split = qkv.view(*qkv.shape[:2], 3, self.options.heads, -1)
         query, keys, values = split.permute(2, 0, 3, 1, 4)
         attended: Tensor = ops.attend(query, keys, values)
