@@ -265,9 +265,7 @@ def _by_torch(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _launch(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None, inverse: Tensor | None
-) -> Tensor:
+def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None, inverse: Tensor | None) -> Tensor:
     batch, heads, queries, dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     group, pairs = heads // kv_heads, batch * kv_heads

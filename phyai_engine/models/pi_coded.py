@@ -14,10 +14,8 @@ from phyai_engine.errors import ConfigError
 from phyai_engine.layers.ops import REFERENCE, OpShape
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.quant.calibration import Observer
-from phyai_engine.quant.coding import Site, code_model, weights_digest
+from phyai_engine.quant.coding import Site, check_scales, code_model, weights_digest
 from phyai_engine.quant.scales import FILE, ActivationScales, load_scales
-from phyai_engine.rtc import PLAIN
-from phyai_engine.runner import Runner
 from phyai_engine.types import Row
 
 if TYPE_CHECKING:
@@ -34,6 +32,23 @@ def sites(options: PiOptions) -> dict[str, Site]:
     """
     if options.quant == "none":
         return {}
+    table = every_site(options)
+    kept = {name for pattern in options.quant_keep for name in fnmatch.filter(table, pattern)}
+    for name in kept:
+        owner, _, leaf = name.rpartition(".")
+        if (other := _HALVES.get(leaf)) and f"{owner}.{other}" not in kept:
+            raise ConfigError(
+                f"{leaf} is kept and {other} is not",
+                got=", ".join(options.quant_keep),
+                wanted="both halves of an MLP, or none",
+                where="options.quant_keep",
+                do=f"Add {owner}.{other}.",
+            )
+    return {name: site for name, site in table.items() if name not in kept}
+
+
+def every_site(options: PiOptions) -> dict[str, Site]:
+    """Module name -> matrix that can be coded."""
     o, table = options, dict[str, Site]()
     for i in range(o.vis_depth):
         # SigLIP's ``out`` is not here: the vendor's attention writes what it reads, in 16 bits.
@@ -43,23 +58,15 @@ def sites(options: PiOptions) -> dict[str, Site]:
         table[at + "qkv"] = Site(pairs=o.head_dim)
         if i + 1 < o.depth:  # the last layer ends at K and V
             table |= {at + "o": Site(), at + "gate_up": Site(pairs=2 * o.mlp), at + "down": Site()}
-    kept = {name for pattern in o.quant_keep for name in fnmatch.filter(table, pattern)}
-    for name in kept:
-        owner, _, leaf = name.rpartition(".")
-        if (other := _HALVES.get(leaf)) and f"{owner}.{other}" not in kept:
-            raise ConfigError(
-                f"{leaf} is kept and {other} is not",
-                got=", ".join(o.quant_keep),
-                wanted="both halves of an MLP, or none",
-                where="options.quant_keep",
-                do=f"Add {owner}.{other}.",
-            )
-    return {name: site for name, site in table.items() if name not in kept}
+    return table
 
 
 def coded_shapes(options: PiOptions) -> list[OpShape]:
     """Calls of the operators of coded matrices in one full request, beside those that models.pi.op_shapes lists."""
-    leaves = {(name.partition(".")[0], name.rpartition(".")[2]) for name in sites(options)}
+    coded = sites(options)
+    leaves = {(name.partition(".")[0], name.rpartition(".")[2]) for name in coded}
+    if "language.layers.0.qkv" in coded:
+        leaves.add(("language", "first"))
     o, dtype = options, torch.bfloat16
     images = len(o.cameras) * o.image_tokens
     rows, queries = images + o.prompt_len, o.heads * o.head_dim
@@ -73,8 +80,8 @@ def coded_shapes(options: PiOptions) -> list[OpShape]:
             ("layer_norm_fp8", (images, o.vis_width)), ("linear_gelu_fp8", (images, o.vis_width, o.vis_mlp))
         ],
         ("vision", "fc2"): [("linear_fp8", (images, o.vis_mlp, o.vis_width))],
+        ("language", "first"): [("rms_norm_fp8", (rows, o.width))],
         ("language", "qkv"): [
-            ("rms_norm_fp8", (rows, o.width)),
             ("project_rotate_fp8", (1, rows, o.width, *heads, o.head_dim, columns)),
             ("linear_norm_fp8", (rows, o.mlp, o.width)),
         ],
@@ -120,18 +127,21 @@ def code(model: PiModel, checkpoint: Path | None) -> None:
     else:
         path = Path(options.quant_scales) if options.quant_scales else Path(checkpoint or ".") / FILE
         scales = load_scales(path, checkpoint=checkpoint or "MODEL")
+        check_scales(scales, weights_digest(model, every_site(options)), where=path)
     code_model(model, sites(options), scales)
 
 
 def calibrate(model: PiModel, rows: Sequence[Row], made: str) -> ActivationScales:
-    """Run the rows through a model whose matrices are not coded. :param made: what the rows are, for people to read."""
-    own, of = model.ops, sites(model.options)
+    """Encode the rows with a model whose matrices are not coded: what all that can be coded multiply.
+
+    :param made: what the rows are, for people to read.
+    """
+    own, of = model.ops, every_site(model.options)
     observer = Observer(model, of, REFERENCE)
     model.ops = observer.ops
     try:
-        runner = Runner(model, buckets=(1,), guidance=PLAIN)
         for row in rows:
-            runner.run([row])
+            model.prefix({name: model.to_device(array[None]) for name, array in row.inputs.items()})
     finally:
         model.ops = own
     return ActivationScales(made=made, weights=weights_digest(model, of), largest=observer.largest())

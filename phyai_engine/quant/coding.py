@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import torch
-from phyai_kernels.reference import FP8, LARGEST_FP8, encode_fp8
+from phyai_kernels.reference import FP8, LARGEST_FP8
 from torch import Tensor, nn
 
 from phyai_engine.errors import ConfigError
@@ -41,8 +41,8 @@ def code_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def interleaved(rows: Tensor, group: int) -> Tensor:
     """Rows (0, g/2, 1, g/2 + 1, ...) of each group of ``group``. :param rows: [N, ...]; N a multiple of it."""
-    halves = rows.unflatten(0, (-1, 2, group // 2))
-    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+    halves = rows.view(-1, 2, group // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def code_linear(linear: nn.Linear, largest: float, pairs: int) -> CodedLinear:
@@ -55,20 +55,24 @@ def code_linear(linear: nn.Linear, largest: float, pairs: int) -> CodedLinear:
     return CodedLinear(values, scale / inverse, inverse, bias)
 
 
+def check_scales(scales: ActivationScales, digest: str, *, where: object) -> None:
+    """:raises ConfigError: they were measured with other weights than those of ``weights_digest``."""
+    if digest != scales.weights:
+        raise ConfigError(
+            "the activation scales belong to other weights",
+            got=f"digest {scales.weights} ({scales.made})",
+            wanted=digest,
+            where=where,
+            do="Run `phyai calibrate` with these weights.",
+        )
+
+
 def code_model(model: nn.Module, sites: Mapping[str, Site], scales: ActivationScales) -> None:
     """Replace the matrices, one after the other.
 
     :param sites: module name -> site.
-    :raises ConfigError: the scales are of other weights or lack a matrix, or a matrix cannot be coded.
+    :raises ConfigError: the scales lack a matrix, or a matrix cannot be coded.
     """
-    if (found := weights_digest(model, sites)) != scales.weights:
-        raise ConfigError(
-            "the activation scales belong to other weights",
-            got=f"digest {scales.weights} ({scales.made})",
-            wanted=found,
-            where="options.quant_scales",
-            do="Run `phyai calibrate` with these weights.",
-        )
     for name, site in sites.items():
         linear = cast("nn.Linear", model.get_submodule(name))
         if linear.in_features % ALIGNED:
@@ -85,7 +89,7 @@ def code_model(model: nn.Module, sites: Mapping[str, Site], scales: ActivationSc
 
 
 def weights_digest(model: nn.Module, sites: Mapping[str, Site]) -> str:
-    """Of the matrices' largest values: the same on every device, and another for other weights."""
+    """Of the matrices' names and largest values: the same on every device and in every dtype, another for others."""
     peaks = [cast("nn.Linear", model.get_submodule(name)).weight.detach().abs().amax() for name in sites]
-    exact = torch.stack(peaks).float().cpu().numpy().tobytes()
+    exact = torch.stack(peaks).bfloat16().float().cpu().numpy().tobytes()
     return hashlib.sha256(exact + "\n".join(sites).encode()).hexdigest()[:16]

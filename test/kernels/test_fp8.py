@@ -32,7 +32,7 @@ def kernel(op: str) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize(("op", "size"), CALLS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("op", "size"), CALLS, ids=str)
 def test_it_is_the_reference(device: torch.device, op: str, size: tuple[int, ...]) -> None:
     allowed = TOLERANCES[torch.bfloat16] * (1 if device.type == "cuda" else 2)  # the interpreter cuts bfloat16 off
     error = largest_error(op, torch.bfloat16, size, kernel(op), device)
@@ -49,7 +49,15 @@ def test_the_last_input_counts(op: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "wanted"),
-    [(449.0, 448.0), (-1e30, -448.0), (float("inf"), 448.0), (0.0, 0.0), (2.0**-9, 2.0**-9), (17.1, 18.0), (16.9, 16.0)],
+    [
+        (449.0, 448.0),
+        (-1e30, -448.0),
+        (float("inf"), 448.0),
+        (0.0, 0.0),
+        (2.0**-9, 2.0**-9),
+        (17.1, 18.0),
+        (16.9, 16.0),
+    ],
 )
 def test_what_is_out_of_range_is_held_at_the_largest(device: torch.device, value: float, wanted: float) -> None:
     """rms_norm_fp8 of a row whose normed value is 1 everywhere: what is coded is the gain."""
