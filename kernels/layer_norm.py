@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from phyai_kernels.products import launch_options, overlaps
-from phyai_kernels.products_fp8 import coded
-from phyai_kernels.reference import EPS, FP8
+from phyai_kernels.products_fp8 import check_code, coded
+from phyai_kernels.reference import EPS, FP8, Code
 from phyai_kernels.tiles import block, check_launch
 from torch import Tensor
 
@@ -23,20 +23,26 @@ WIDEST = 16384  # a row lives in one program's registers
 def _layer_norm(
     x,
     out,
+    factor,
     out_bias,
     weight,
     bias,
+    centre,
     inverse,
     total,
     normed,
     width,
     eps,
     ADD: tl.constexpr,
+    SCALE: tl.constexpr,
     CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row: total = x + (out + out_bias); normed = (total - mean) / spread * weight + bias, with CODE as e4m3."""
+    """One row: total = x + (out + out_bias); normed = (total - mean) / spread * weight + bias, with CODE as e4m3.
+
+    With SCALE ``out`` is a coded product, to be multiplied with a factor first.
+    """
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -49,6 +55,8 @@ def _layer_norm(
     if ADD:
         dtype = value.dtype
         added = tl.load(out + row + column, mask=inside, other=0.0).to(tl.float32)
+        if SCALE:
+            added = added * tl.load(factor + column, mask=inside, other=0.0)
         added += tl.load(out_bias + column, mask=inside, other=0.0).to(tl.float32)
         value = (value.to(tl.float32) + added.to(dtype).to(tl.float32)).to(dtype)  # rounded where the reference rounds
         tl.store(total + row + column, value, mask=inside)
@@ -56,49 +64,61 @@ def _layer_norm(
     centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
     result = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps) * gain + moved
     result = result.to(value.dtype)
-    tl.store(normed + row + column, coded(result.to(tl.float32), inverse) if CODE else result, mask=inside)
+    if CODE:
+        middle = tl.load(centre + column, mask=inside, other=0.0)
+        tl.store(normed + row + column, coded(result.to(tl.float32), middle, inverse), mask=inside)
+    else:
+        tl.store(normed + row + column, result, mask=inside)
 
 
 def layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    out: Tensor | None = None,
-    out_bias: Tensor | None = None,
-    inverse: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor | None = None, out_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`phyai_kernels.reference.layer_norm`. What is not contiguous is copied first; ``inverse`` codes the
-    normed form.
+    """See :func:`phyai_kernels.reference.layer_norm`. What is not contiguous is copied first.
 
     :raises ValueError: as tiles.check_launch; sizes that do not fit, rows longer than 16384, or ``out`` without
         ``out_bias`` or the reverse.
     """
+    return coded_layer_norm(x, weight, bias, None, out, None, out_bias)
+
+
+def coded_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    code: Code | None,
+    out: Tensor | None,
+    factor: Tensor | None,
+    out_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As ``layer_norm``; ``code`` and ``factor`` as :func:`phyai_kernels.reference.layer_norm_fp8` has them."""
     if (out is None) != (out_bias is None):
         raise ValueError("out and out_bias go together: both are None or neither")
-    check_launch(x, weight, bias, out, out_bias, inverse)
+    check_launch(x, weight, bias, out, factor, out_bias, *(code or ()))
     width = x.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} are too long for one program, the longest is {WIDEST}")
-    vectors = [v if v is None else v.contiguous() for v in (out_bias, weight, bias)]
+    vectors = [v if v is None else v.contiguous() for v in (factor, out_bias, weight, bias)]
     if any(v is not None and v.shape != (width,) for v in vectors):
-        raise ValueError(f"weight and biases must have {width} elements, the width of x {tuple(x.shape)}")
+        raise ValueError(f"weight, factor and biases must have {width} elements, the width of x {tuple(x.shape)}")
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
         raise ValueError(f"out must be like x: got {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}")
     x = x.contiguous()
-    normed = torch.empty_like(x, dtype=x.dtype if inverse is None else FP8)
+    normed = torch.empty_like(x, dtype=x.dtype if code is None else FP8)
     total = x if out is None else torch.empty_like(x)
     size = block(width, largest=WIDEST)
     _layer_norm[(x.numel() // width,)](
         x,
         out if out is None else out.contiguous(),
         *vectors,
-        inverse,
+        *((None, None) if code is None else check_code(code, width)),
         total,
         normed,
         width,
         EPS,
         ADD=out is not None,
-        CODE=inverse is not None,
+        SCALE=factor is not None,
+        CODE=code is not None,
         BLOCK=size,
         OVERLAP=overlaps(x.device),
         num_warps=min(max(size // 512, 1), 16),

@@ -5,16 +5,14 @@ Fused: product, scale per output, bias, cast. Half the weight's bytes and up to 
 
 from __future__ import annotations
 
-from phyai_kernels.products_fp8 import check_coded, product_fp8
+from phyai_kernels.products_fp8 import check_coded, fused_product
 from torch import Tensor
 
 
-def linear_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor) -> Tensor:
     """See :func:`phyai_kernels.reference.linear_fp8`. ``x`` is copied first where it is not contiguous.
 
-    :raises ValueError: as products_fp8.check_coded; a bias that does not fit.
+    :raises ValueError: as products_fp8.check_coded.
     """
     check_coded(x, weight, factor, bias)
-    if bias is not None and bias.shape != factor.shape:
-        raise ValueError(f"the bias must have {len(factor)} elements, as the weight has rows: got {tuple(bias.shape)}")
-    return product_fp8(x, weight, factor, bias)
+    return fused_product(x, weight, factor, bias)

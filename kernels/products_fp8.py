@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from phyai_kernels.gelu_mul import bent_gelu
 from phyai_kernels.products import launch_options, overlaps
-from phyai_kernels.reference import FP8, LARGEST_FP8
+from phyai_kernels.reference import FP8, LARGEST_FP8, Code
 from phyai_kernels.tiles import INTERPRETED, WAVE, block, check_launch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -87,9 +87,9 @@ def sum_tile(
 
 
 @triton.jit
-def coded(x, inverse):
-    """See reference.encode_fp8. :param inverse: pointer."""
-    held = tl.clamp(x * tl.load(inverse), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+def coded(x, centre, inverse):
+    """See reference.encode_fp8. :param centre: values, of x's columns. :param inverse: pointer."""
+    held = tl.clamp((x - centre) * tl.load(inverse), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if _INTERPRETED:  # its cast loses the carry into the exponent: hand it what needs no rounding
         bits = held.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -97,24 +97,40 @@ def coded(x, inverse):
     return held.to(tl.float8e4nv)
 
 
-def check_coded(x: Tensor, weight: Tensor, factor: Tensor, *others: Tensor | None) -> None:
+def check_coded(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, *others: Tensor | None) -> None:
     """Refuse what a product of coded operands would get wrong, or a device that has none.
 
     :raises ValueError: as tiles.check_launch; operands that are not e4m3 or do not fit; rows that are no multiples of
         16 bytes; a device without e4m3 products.
     """
-    check_launch(factor, *others)
-    outputs, inputs = weight.shape
-    if {x.dtype, weight.dtype} != {FP8} or x.shape[-1] != inputs or factor.shape != (outputs,):
+    check_launch(factor, bias, *others)
+    check_operands(x, weight)
+    if not factor.shape == bias.shape == (len(weight),) or factor.device != x.device:
         raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype} and factor "
-            f"{tuple(factor.shape)} do not fit"
+            f"factor {tuple(factor.shape)} {factor.device} and bias {tuple(bias.shape)} do not fit {len(weight)} "
+            f"outputs on {x.device}"
         )
+
+
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """As ``check_coded``, of the operands alone."""
+    inputs = weight.shape[1]
+    if {x.dtype, weight.dtype} != {FP8} or x.shape[-1] != inputs or x.device != weight.device:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype} do not fit")
     if inputs % ALIGNED or not weight.is_contiguous():
         raise ValueError(f"the weight must be contiguous and its rows multiples of 16 bytes: got {inputs}")
-    if x.device != factor.device or weight.device != factor.device:
-        raise ValueError(f"tensors are on several devices: {x.device}, {weight.device}, {factor.device}")
     check_multiplies(x.device)
+
+
+def check_code(code: Code, width: int) -> Code:
+    """What codes a result of that width, contiguous.
+
+    :raises ValueError: of another size.
+    """
+    centre, inverse = code
+    if centre.shape != (width,) or inverse.numel() != 1:
+        raise ValueError(f"a code of {width} numbers is wanted: got {tuple(centre.shape)}, {tuple(inverse.shape)}")
+    return centre.contiguous(), inverse
 
 
 def check_multiplies(device: torch.device) -> None:
@@ -155,6 +171,7 @@ def _product_fp8(
     weight,
     factor,
     bias,
+    centre,
     inverse,
     out,
     rows,
@@ -164,8 +181,7 @@ def _product_fp8(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
-    GELU: tl.constexpr,
+    SCALE: tl.constexpr,
     GATED: tl.constexpr,
     FLAT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -183,44 +199,38 @@ def _product_fp8(
         result = sum_tile(x, weight, down * BLOCK_M, across * BLOCK_N, inputs, BLOCK_M, BLOCK_N, BLOCK_K, DOT)
         column = across * BLOCK_N + tl.arange(0, BLOCK_N)
         held = column < outputs
-        result = result * tl.load(factor + column, mask=held, other=0.0)[None, :]
-        if BIAS:
+        if SCALE:
+            result = result * tl.load(factor + column, mask=held, other=0.0)[None, :]
             result += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
         if GATED:
             gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_N // 2, 2)))
             result = bent_gelu(gate) * up
             column = across * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        if GELU:
-            result = bent_gelu(result)
         row = down * BLOCK_M + tl.arange(0, BLOCK_M)
         at = out + row.to(tl.int64)[:, None] * width + column[None, :]
         mask = (row < rows)[:, None] & (column < width)[None, :]
-        if GELU or GATED:
-            tl.store(at, coded(result, inverse), mask=mask)
+        if GATED:
+            middle = tl.load(centre + column, mask=column < width, other=0.0)
+            tl.store(at, coded(result, middle[None, :], inverse), mask=mask)
         else:
             tl.store(at, result.to(tl.bfloat16), mask=mask)
 
 
-def product_fp8(
-    x: Tensor,
-    weight: Tensor,
-    factor: Tensor,
-    bias: Tensor | None = None,
-    inverse: Tensor | None = None,
-    *,
-    gelu: bool = False,
-    gated: bool = False,
+def fused_product(
+    x: Tensor, weight: Tensor, factor: Tensor | None, bias: Tensor | None, code: Code | None = None
 ) -> Tensor:
-    """The product with one of its epilogues; operands as reference.py has them, checked by the caller.
+    """The product with what follows; operands as reference.py has them, checked by the caller.
 
-    :return: bfloat16, or e4m3 with ``gelu`` or ``gated``, which need ``inverse``.
+    :param factor, bias: None does not scale. :param code: of the gated GELU of the outputs, which are in turn gate and
+        up; None stores them themselves.
+    :return: e4m3 with ``code``, else bfloat16.
     """
     outputs, inputs = weight.shape
     x = x.contiguous()
     rows = x.numel() // inputs
     cut = plan(rows, inputs, outputs)
-    width = outputs // 2 if gated else outputs
-    out = torch.empty((*x.shape[:-1], width), dtype=FP8 if gelu or gated else torch.bfloat16, device=x.device)
+    width, dtype = (outputs, torch.bfloat16) if code is None else (outputs // 2, FP8)
+    out = torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
     tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.outputs)
     programs = _programs(x.device)
     flat = tiles >= 2 * programs
@@ -228,34 +238,25 @@ def product_fp8(
         *described(x, weight, cut),
         factor,
         bias,
-        inverse,
+        *(code or (None, None)),
         out,
         rows,
         inputs,
         outputs,
-        BIAS=bias is not None,
-        GELU=gelu,
-        GATED=gated,
+        SCALE=factor is not None,
+        GATED=code is not None,
         FLAT=flat,
         **launch_constants(cut, x.device),
     )
     return out
 
 
-def vendor_product_fp8(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x @ weight.T as cuBLAS multiplies it, in bfloat16 and not scaled; None where it does not.
-
-    Its tiles are 10 % faster than ours, but have no epilogue of ours: for products whose reader can scale.
-    """
-    if INTERPRETED or x.device.type != "cuda" or len(weight) % ALIGNED:
-        return None
-    one = _one(x.device)
-    flat = x.reshape(-1, x.shape[-1])
-    out = torch._scaled_mm(flat, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return out.view(*x.shape[:-1], -1)
+def vendor_multiplies(weight: Tensor) -> bool:
+    """Whether cuBLAS takes the weight."""
+    return not INTERPRETED and weight.device.type == "cuda" and len(weight) % ALIGNED == 0
 
 
 @functools.cache
-def _one(device: torch.device) -> Tensor:
+def one(device: torch.device) -> Tensor:
     """A constant: made anew it would be a launch. The operators' check at load makes it, before any capture."""
     return torch.ones((), device=device)

@@ -20,6 +20,7 @@ def _project_rotate_fp8(
     x,
     weight,
     factor,
+    bias,
     cos,
     sin,
     query,
@@ -50,13 +51,16 @@ def _project_rotate_fp8(
     down, across = tile_of(tl.program_id(0), tl.cdiv(rows, BLOCK_M), per_head * (heads + 2 * kv_heads), GROUP)
     head = across // per_head
     first = across % per_head * PAIRS
+    output = head * 2 * HALF + 2 * first
     column = tl.arange(0, BLOCK_N)
-    scale = tl.load(factor + head * 2 * HALF + 2 * first + column, mask=first + column // 2 < HALF, other=0.0)
+    held = first + column // 2 < HALF
+    scale = tl.load(factor + output + column, mask=held, other=0.0)
+    added = tl.load(bias + output + column, mask=held, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    output = head * 2 * HALF + 2 * first
-    both = sum_tile(x, weight, down * BLOCK_M, output, inputs, BLOCK_M, BLOCK_N, BLOCK_K, DOT) * scale[None, :]
+    both = sum_tile(x, weight, down * BLOCK_M, output, inputs, BLOCK_M, BLOCK_N, BLOCK_K, DOT)
+    both = both * scale[None, :] + added[None, :]
     low, high = tl.split(tl.reshape(both, (BLOCK_M, PAIRS, 2)))
     row = (down * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     batch, token = row // tokens, row % tokens
@@ -90,6 +94,7 @@ def project_rotate_fp8(
     x: Tensor,
     weight: Tensor,
     factor: Tensor,
+    bias: Tensor,
     table: tuple[Tensor, Tensor],
     keys: Tensor,
     values: Tensor,
@@ -101,18 +106,18 @@ def project_rotate_fp8(
 
     :raises ValueError: as products_fp8.check_coded; sizes or dtypes that do not fit, or a last axis with gaps.
     """
-    check_coded(x, weight, factor, *table, keys, values)
+    check_coded(x, weight, factor, bias, *table, keys, values)
     batch, tokens, _ = x.shape
     cos, sin = check_slab((batch, tokens, len(weight)), keys.dtype, table, keys, values, start, heads)
     query = torch.empty((batch, heads, tokens, keys.shape[3]), dtype=keys.dtype, device=x.device)
-    _launch(x.contiguous(), weight, factor, (cos, sin), query, keys, values, start.contiguous())
+    _launch(x.contiguous(), weight, (factor, bias), (cos, sin), query, keys, values, start.contiguous())
     return query
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
-    factor: Tensor,
+    scaling: tuple[Tensor, Tensor],
     table: tuple[Tensor, Tensor],
     query: Tensor,
     keys: Tensor,
@@ -125,7 +130,7 @@ def _launch(
     tiles = triton.cdiv(batch * tokens, cut.rows) * triton.cdiv(dim, cut.outputs) * (heads + 2 * kv_heads)
     _project_rotate_fp8[(tiles,)](
         *described(x, weight, cut),
-        factor,
+        *scaling,
         *table,
         query,
         keys,

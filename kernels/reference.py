@@ -181,14 +181,18 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None =
 
 # --- products of eight bits ---
 #
-# A coded tensor is e4m3: numbers of 8 bits that stand for x * inverse, ``inverse`` [] fp32. A coded weight has a scale
-# per row; ``factor`` [N] fp32 is that scale over the inverse of the product's operand: what the sum of coded products
-# is multiplied with. An operator codes its own result with the inverse of what reads it.
+# A coded tensor is e4m3: numbers of 8 bits that stand for (x - centre) * inverse, with a ``code`` of two: ``centre`` [K]
+# fp32, a constant per input, and ``inverse`` [] fp32. A coded weight has a scale per row. A product of both is
+# multiplied with ``factor`` [N] fp32, that scale over the inverse, and ``bias`` [N] is added, weight times centre (and
+# the layer's own). An operator codes its result with the code of the matrix that reads it.
+
+Code = tuple[Tensor, Tensor]
 
 
-def encode_fp8(x: Tensor, inverse: Tensor) -> Tensor:
-    """x * inverse as e4m3: rounded to the nearest, held within +-448; a NaN stays one. :param x: any shape."""
-    return (x.float() * inverse).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+def encode_fp8(x: Tensor, code: Code) -> Tensor:
+    """(x - centre) * inverse as e4m3: rounded to the nearest, held within +-448; a NaN stays one. :param x: [..., K]."""
+    centre, inverse = code
+    return ((x.float() - centre) * inverse).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
 def halves_of_pairs(x: Tensor, width: int) -> Tensor:
@@ -197,65 +201,87 @@ def halves_of_pairs(x: Tensor, width: int) -> Tensor:
     return grouped.transpose(-1, -2).flatten(-3)
 
 
-def linear_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(x @ weight.T) * factor + bias in bfloat16, summed and scaled in fp32.
+def linear_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor) -> Tensor:
+    """(x @ weight.T) * factor + bias in bfloat16, summed, scaled and added in fp32.
 
     :param x: [..., K] coded. :param weight: [N, K] coded. :param factor: [N] fp32. :param bias: [N].
     """
-    out = functional.linear(x.float(), weight.float()) * factor
-    return (out if bias is None else out + bias.float()).to(torch.bfloat16)
+    return (functional.linear(x.float(), weight.float()) * factor + bias.float()).to(torch.bfloat16)
 
 
-def linear_gelu_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, inverse: Tensor) -> Tensor:
+def linear_gelu_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, code: Code) -> Tensor:
     """``linear_fp8``, then GELU (tanh form), then coded. :return: [..., N] e4m3"""
-    return encode_fp8(functional.gelu(linear_fp8(x, weight, factor, bias).float(), approximate="tanh"), inverse)
+    return encode_fp8(functional.gelu(linear_fp8(x, weight, factor, bias).float(), approximate="tanh"), code)
 
 
-def gated_up_fp8(x: Tensor, weight: Tensor, factor: Tensor, inverse: Tensor) -> Tensor:
+def gated_up_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, code: Code) -> Tensor:
     """``gated_up`` of coded operands, coded.
 
-    :param x: [..., K] coded. :param weight: [2F, K] coded, rows in turn of gate and up. :return: [..., F] e4m3
+    :param x: [..., K] coded. :param weight: [2F, K] coded, rows in turn of gate and up; ``factor`` and ``bias`` [2F]
+        likewise. :return: [..., F] e4m3
     """
-    gate_up = linear_fp8(x, weight, factor)
-    return encode_fp8(gelu_mul(halves_of_pairs(gate_up, gate_up.shape[-1]).float()), inverse)
+    gate_up = linear_fp8(x, weight, factor, bias)
+    return encode_fp8(gelu_mul(halves_of_pairs(gate_up, gate_up.shape[-1]).float()), code)
 
 
-def rms_norm_fp8(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+def rms_norm_fp8(x: Tensor, weight: Tensor, code: Code) -> Tensor:
     """``rms_norm`` without a residual add, coded. :param x: [..., D]."""
-    return encode_fp8(rms_norm(x, weight)[1], inverse)
+    return encode_fp8(rms_norm(x, weight)[1], code)
+
+
+def product_fp8(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of coded operands in bfloat16, which its reader has yet to scale. :return: [..., N]"""
+    return functional.linear(x.float(), weight.float()).to(torch.bfloat16)
 
 
 def layer_norm_fp8(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    inverse: Tensor,
+    code: Code | None,
     out: Tensor | None = None,
+    factor: Tensor | None = None,
     out_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``layer_norm`` whose normed form is coded. :return: the new residual stream, and its normed form in e4m3."""
-    x, normed = layer_norm(x, weight, bias, out, out_bias)
-    return x, encode_fp8(normed, inverse)
+    """``layer_norm`` of a coded product, with a coded result, or both.
+
+    :param out: with ``factor`` [D] fp32 a ``product_fp8``, to be scaled by it; without it as ``layer_norm`` has it.
+    :param code: of the normed form; None leaves it as it is.
+    :return: the new residual stream, and its normed form, e4m3 where ``code`` is given.
+    """
+    if out is not None and out_bias is not None:
+        scaled = out.float() if factor is None else out.float() * factor
+        x = x + (scaled + out_bias.float()).to(x.dtype)
+    normed = layer_norm(x, weight, bias)[1]
+    return x, normed if code is None else encode_fp8(normed, code)
 
 
 def linear_norm_fp8(
-    x: Tensor, weight: Tensor, factor: Tensor | None, stream: Tensor, scale: Tensor, inverse: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    stream: Tensor,
+    scale: Tensor,
+    code: Code | None,
 ) -> tuple[Tensor, Tensor]:
     """``linear_norm``, neither gated nor shifted, with coded operands, a coded result, or both.
 
-    :param x, weight: [..., K] and [N, K], coded with ``factor`` [N]; both as they are where it is None.
-    :param inverse: of the normed form; None leaves it as it is.
-    :return: the new residual stream, and its normed form, e4m3 where ``inverse`` is given.
+    :param x, weight: [..., K] and [N, K], coded with ``factor`` and ``bias``; as they are where both are None.
+    :param code: of the normed form; None leaves it as it is.
+    :return: the new residual stream, and its normed form, e4m3 where ``code`` is given.
     """
-    out = linear(x, weight) if factor is None else linear_fp8(x, weight, factor)
+    coded = factor is not None and bias is not None
+    out = linear_fp8(x, weight, factor, bias) if coded else linear(x, weight)
     stream, normed = rms_norm(stream, scale, out.to(stream.dtype))
-    return stream, normed if inverse is None else encode_fp8(normed, inverse)
+    return stream, normed if code is None else encode_fp8(normed, code)
 
 
 def project_rotate_fp8(
     x: Tensor,
     weight: Tensor,
     factor: Tensor,
+    bias: Tensor,
     table: tuple[Tensor, Tensor],
     keys: Tensor,
     values: Tensor,
@@ -265,13 +291,13 @@ def project_rotate_fp8(
     """``project_rotate`` of coded operands.
 
     :param x: [B, S, K] coded. :param weight: [(heads + 2 kv) * D, K] coded; of each head the rows (0, D/2, 1, ...):
-        a rotary pair stands together.
+        a rotary pair stands together; ``factor`` and ``bias`` likewise.
     :return: as ``split_rotate``
     """
-    qkv = halves_of_pairs(linear_fp8(x, weight, factor), keys.shape[3])
+    qkv = halves_of_pairs(linear_fp8(x, weight, factor, bias), keys.shape[3])
     return split_rotate(qkv.to(keys.dtype), table, keys, values, start, heads)
 
 
-def attend_fp8(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, inverse: Tensor) -> Tensor:
+def attend_fp8(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, code: Code) -> Tensor:
     """``attend``, coded. :return: [B, Q, heads*D] e4m3"""
-    return encode_fp8(attend(query, keys, values, lengths), inverse)
+    return encode_fp8(attend(query, keys, values, lengths), code)

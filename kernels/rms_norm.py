@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from phyai_kernels.products import launch_options, overlaps
-from phyai_kernels.products_fp8 import coded
-from phyai_kernels.reference import EPS, FP8
+from phyai_kernels.products_fp8 import check_code, coded
+from phyai_kernels.reference import EPS, FP8, Code
 from phyai_kernels.tiles import block, check_launch
 from torch import Tensor
 
@@ -26,8 +26,10 @@ def _norm_row(
     gate,
     scale,
     shift,
+    centre,
     inverse,
     factor,
+    bias,
     total,
     normed,
     width,
@@ -36,13 +38,13 @@ def _norm_row(
     GATE: tl.constexpr,
     SHIFT: tl.constexpr,
     CODE: tl.constexpr,
-    FACTOR: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift, with CODE as e4m3.
 
-    With FACTOR ``out`` is a product that has yet to be scaled.
+    With SCALE ``out`` is a coded product, to be multiplied with a factor, and a bias added.
     """
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -55,8 +57,9 @@ def _norm_row(
     if ADD:
         dtype = value.dtype
         added = tl.load(out + row + column, mask=inside, other=0.0).to(tl.float32)
-        if FACTOR:
-            added = (added * tl.load(factor + column, mask=inside, other=0.0)).to(dtype).to(tl.float32)
+        if SCALE:
+            added = added * tl.load(factor + column, mask=inside, other=0.0)
+            added = (added + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         if GATE:  # rounded where the reference rounds: the gate, then the product
             opened = tl.load(gate + column, mask=inside, other=0.0).to(dtype)
             added = (opened.to(tl.float32) * added).to(dtype).to(tl.float32)
@@ -67,7 +70,11 @@ def _norm_row(
     if SHIFT:
         result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
     result = result.to(value.dtype)
-    tl.store(normed + row + column, coded(result.to(tl.float32), inverse) if CODE else result, mask=inside)
+    if CODE:
+        middle = tl.load(centre + column, mask=inside, other=0.0)
+        tl.store(normed + row + column, coded(result.to(tl.float32), middle, inverse), mask=inside)
+    else:
+        tl.store(normed + row + column, result, mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -84,14 +91,15 @@ def norm_rows(
     shift: Tensor | None,
     out: Tensor | None,
     gate: Tensor | None,
-    inverse: Tensor | None = None,
-    factor: Tensor | None = None,
+    code: Code | None = None,
+    scaling: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's.
 
-    :param inverse: codes the normed form. :param factor: [width] fp32, scales ``out`` first.
+    :param code: of the normed form; None leaves it as it is. :param scaling: factor and bias [width], of ``out``, which
+        is a coded product.
     """
-    check_launch(x, scale, shift, out, gate, inverse, factor)
+    check_launch(x, scale, shift, out, gate, *(code or ()), *(scaling or ()))
     width = x.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} are too long for one program, the longest is {WIDEST}")
@@ -102,7 +110,7 @@ def norm_rows(
         raise ValueError(f"out must be like x: got {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}")
     x = x.contiguous()
     out = None if out is None else out.contiguous()
-    normed = torch.empty_like(x, dtype=x.dtype if inverse is None else FP8)
+    normed = torch.empty_like(x, dtype=x.dtype if code is None else FP8)
     total = x if out is None else torch.empty_like(x)
     size = block(width, largest=WIDEST)
     _norm_row[(x.numel() // width,)](
@@ -111,8 +119,8 @@ def norm_rows(
         vectors[2],
         vectors[0],
         vectors[1],
-        inverse,
-        factor,
+        *((None, None) if code is None else check_code(code, width)),
+        *(scaling or (None, None)),
         total,
         normed,
         width,
@@ -120,8 +128,8 @@ def norm_rows(
         ADD=out is not None,
         GATE=gate is not None,
         SHIFT=shift is not None,
-        CODE=inverse is not None,
-        FACTOR=factor is not None,
+        CODE=code is not None,
+        SCALE=scaling is not None,
         BLOCK=size,
         OVERLAP=overlaps(x.device),
         num_warps=min(max(size // 256, 1), 16),

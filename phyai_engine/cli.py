@@ -190,7 +190,7 @@ def calibrate(
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Observations.")] = 8,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="OUT.yaml", help="Default: in the checkpoint's folder.")
+        Path | None, typer.Option("--out", "-o", metavar="OUT.npz", help="Default: in the checkpoint's folder.")
     ] = None,
 ) -> None:
     """Measure the activations that `quant` needs the scales of, and write them beside the weights."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from phyai_kernels.reference import Code
 from torch import Tensor, nn
 
 from phyai_engine.layers.ops import Ops
@@ -20,24 +21,30 @@ Matrix = nn.Module
 class CodedLinear(nn.Module):
     """A linear layer with a coded weight.
 
-    :param weight: [N, K] e4m3, rows in the order that its operator asks for. :param factor: [N] fp32, what the coded
-        product is multiplied with. :param inverse: [] fp32, codes the operand. :param bias: [N] or None.
+    :param weight: [N, K] e4m3, rows in the order that its operator asks for.
+    :param factor: [N] fp32, what the coded product is multiplied with. :param bias: [N], what is then added: the
+        layer's own, and the weight times ``centre``.
+    :param centre: [K] fp32; with ``inverse`` [] fp32 it codes the operand.
     """
 
     weight: Tensor
     factor: Tensor
+    bias: Tensor
+    centre: Tensor
     inverse: Tensor
-    bias: Tensor | None
 
-    def __init__(self, weight: Tensor, factor: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, factor: Tensor, bias: Tensor, centre: Tensor, inverse: Tensor) -> None:
         super().__init__()
-        for name, tensor in (("weight", weight), ("factor", factor), ("inverse", inverse), ("bias", bias)):
-            self.register_buffer(name, tensor)
+        self.register_buffer("weight", weight)
+        self.register_buffer("factor", factor)
+        self.register_buffer("bias", bias)
+        self.register_buffer("centre", centre)
+        self.register_buffer("inverse", inverse)
 
 
-def inverse_of(reader: Matrix | None) -> Tensor | None:
+def code_of(reader: Matrix | None) -> Code | None:
     """What codes the operand of a matrix; None for a plain one and for none at all."""
-    return reader.inverse if isinstance(reader, CodedLinear) else None
+    return (reader.centre, reader.inverse) if isinstance(reader, CodedLinear) else None
 
 
 def is_coded(*matrices: Matrix) -> bool:
@@ -47,19 +54,19 @@ def is_coded(*matrices: Matrix) -> bool:
 
 def rms_norm(ops: Ops, x: Tensor, scale: Tensor, reader: Matrix) -> Tensor:
     """The stream normed, before any sub-layer."""
-    inverse = inverse_of(reader)
-    return ops.rms_norm(x, scale)[1] if inverse is None else ops.rms_norm_fp8(x, scale, inverse)
+    code = code_of(reader)
+    return ops.rms_norm(x, scale)[1] if code is None else ops.rms_norm_fp8(x, scale, code)
 
 
 def linear_norm(
     ops: Ops, x: Tensor, matrix: Matrix, stream: Tensor, scale: Tensor, reader: Matrix
 ) -> tuple[Tensor, Tensor]:
     """A sub-layer's end, and the norm that the reader multiplies."""
-    inverse, weight = inverse_of(reader), _weight(matrix)
+    code, weight = code_of(reader), _weight(matrix)
     if isinstance(matrix, CodedLinear):
-        return ops.linear_norm_fp8(x, weight, matrix.factor, stream, scale, inverse)
-    if inverse is not None:
-        return ops.linear_norm_fp8(x, weight, None, stream, scale, inverse)
+        return ops.linear_norm_fp8(x, weight, matrix.factor, matrix.bias, stream, scale, code)
+    if code is not None:
+        return ops.linear_norm_fp8(x, weight, None, None, stream, scale, code)
     return ops.linear_norm(x, weight, stream, scale)
 
 
@@ -68,47 +75,60 @@ def project_rotate(
 ) -> Tensor:
     """The way into attention."""
     if isinstance(matrix, CodedLinear):
-        return ops.project_rotate_fp8(x, matrix.weight, matrix.factor, table, keys, values, start, heads)
+        coded = matrix.weight, matrix.factor, matrix.bias
+        return ops.project_rotate_fp8(x, *coded, table, keys, values, start, heads)
     return ops.project_rotate(x, _weight(matrix), table, keys, values, start, heads)
 
 
 def attend(ops: Ops, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, reader: Matrix) -> Tensor:
     """Attention up to a length."""
-    inverse = inverse_of(reader)
-    if inverse is None:
+    code = code_of(reader)
+    if code is None:
         return ops.attend(query, keys, values, lengths)
-    return ops.attend_fp8(query, keys, values, lengths, inverse)
+    return ops.attend_fp8(query, keys, values, lengths, code)
 
 
 def gated_up(ops: Ops, x: Tensor, matrix: Matrix, reader: Matrix) -> Tensor:
     """The first half of a gated MLP; both halves are coded or neither is."""
     if isinstance(matrix, CodedLinear):
-        return ops.gated_up_fp8(x, matrix.weight, matrix.factor, inverse_of(reader))
+        return ops.gated_up_fp8(x, matrix.weight, matrix.factor, matrix.bias, code_of(reader))
     return ops.gated_up(x, _weight(matrix))
 
 
-def layer_norm(
-    ops: Ops, x: Tensor, norm: nn.LayerNorm, added: tuple[Tensor, ...], reader: Matrix
-) -> tuple[Tensor, Tensor]:
-    """Residual add and LayerNorm. :param added: a product without its bias, and the bias; or nothing."""
-    inverse = inverse_of(reader)
-    if inverse is None:
-        return ops.layer_norm(x, norm.weight, norm.bias, *added)
-    return ops.layer_norm_fp8(x, norm.weight, norm.bias, inverse, *added)
+Added = tuple[()] | tuple[Tensor, Tensor | None, Tensor]
+"""What a norm adds to the stream first: a product, the factor that it has yet to be scaled by, and a bias; or nothing.
+"""
 
 
-def linear(ops: Ops, x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """A product."""
+def layer_norm(ops: Ops, x: Tensor, norm: nn.LayerNorm, out: Added, reader: Matrix | None) -> tuple[Tensor, Tensor]:
+    """Residual add and LayerNorm."""
+    code, vectors = code_of(reader), (norm.weight, norm.bias)
+    if code is None and (not out or out[1] is None):
+        return ops.layer_norm(x, *vectors, *(out and (out[0], out[2])))
+    return ops.layer_norm_fp8(x, *vectors, code, *out)
+
+
+def linear(ops: Ops, x: Tensor, matrix: Matrix) -> Tensor:
+    """A product with its bias."""
+    bias = cast("Tensor", matrix.bias)
     if isinstance(matrix, CodedLinear):
         return ops.linear_fp8(x, matrix.weight, matrix.factor, bias)
     return ops.linear(x, _weight(matrix), bias)
+
+
+def to_add(ops: Ops, x: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A product for the next ``layer_norm``, which scales it and adds its bias."""
+    bias = cast("Tensor", matrix.bias)
+    if isinstance(matrix, CodedLinear):
+        return ops.product_fp8(x, matrix.weight), matrix.factor, bias
+    return ops.linear(x, _weight(matrix)), None, bias
 
 
 def linear_gelu(ops: Ops, x: Tensor, matrix: Matrix, reader: Matrix) -> Tensor:
     """The first half of a plain MLP; both halves are coded or neither is."""
     bias = cast("Tensor", matrix.bias)
     if isinstance(matrix, CodedLinear):
-        return ops.linear_gelu_fp8(x, matrix.weight, matrix.factor, bias, inverse_of(reader))
+        return ops.linear_gelu_fp8(x, matrix.weight, matrix.factor, bias, code_of(reader))
     return ops.linear_gelu(x, _weight(matrix), bias)
 
 

@@ -40,6 +40,7 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "attend": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
     "rms_norm_fp8": ("rows", "width"),
     "layer_norm_fp8": ("rows", "width"),
+    "product_fp8": ("rows", "inputs", "outputs"),
     "linear_fp8": ("rows", "inputs", "outputs"),
     "linear_gelu_fp8": ("rows", "inputs", "outputs"),
     "linear_norm_fp8": ("rows", "inputs", "outputs"),
@@ -78,7 +79,8 @@ class OpShape:
         return f"{sizes}, {str(self.dtype).removeprefix('torch.')}"
 
 
-_PRODUCTS = ("linear", "linear_gelu", "linear_norm", "linear_fp8", "linear_gelu_fp8", "linear_norm_fp8")
+_PRODUCTS = ("linear", "linear_gelu", "linear_norm", "product_fp8", "linear_fp8")
+_PRODUCTS += ("linear_gelu_fp8", "linear_norm_fp8")
 _NORMS = ("rms_norm", "ada_rms_norm", "layer_norm", "rms_norm_fp8", "layer_norm_fp8")
 _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     **dict.fromkeys(_PRODUCTS, lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0])),
@@ -88,7 +90,7 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     "project_rotate": lambda x, w, table, k, v, start, heads: (*x.shape, heads, k.shape[1], k.shape[3], k.shape[2]),
     "split_rotate": lambda x, table, k, v, start, heads: (*x.shape[:2], heads, k.shape[1], k.shape[3], k.shape[2]),
     "gated_up_fp8": lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0] // 2),
-    "project_rotate_fp8": lambda x, w, f, t, k, v, s, heads: (*x.shape, heads, k.shape[1], k.shape[3], k.shape[2]),
+    "project_rotate_fp8": lambda x, w, f, b, t, k, v, s, heads: (*x.shape, heads, k.shape[1], k.shape[3], k.shape[2]),
     **dict.fromkeys(
         ("attend", "attend_fp8"), lambda q, k, v, *_: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
     ),
@@ -147,6 +149,7 @@ class Ops:
     attend: Callable[..., Tensor] = reference.attend
     rms_norm_fp8: Callable[..., Tensor] = reference.rms_norm_fp8
     layer_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = reference.layer_norm_fp8
+    product_fp8: Callable[..., Tensor] = reference.product_fp8
     linear_fp8: Callable[..., Tensor] = reference.linear_fp8
     linear_gelu_fp8: Callable[..., Tensor] = reference.linear_gelu_fp8
     linear_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = reference.linear_norm_fp8

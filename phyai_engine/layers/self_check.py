@@ -152,56 +152,68 @@ def _attend(
     yield query, *(slab.masked_fill(beyond[:, None, :, None], float("nan")) for slab in slabs), lengths
 
 
-def _coded_product(draw: _Draw, rows: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands and factor of a product near 1."""
+def _coded_product(draw: _Draw, rows: int, inputs: int, outputs: int) -> tuple[Tensor, ...]:
+    """Operands, factor and bias of a product near 1."""
     x, weight = draw.coded(rows, inputs), draw.coded(outputs, inputs)
     factor = draw.wide(outputs).abs().add(0.5) * (1e-4 * inputs**-0.5)
     x[:, -1] = 448.0  # or losing the last of many products would pass as rounding
     weight[:, -1] = 448.0
-    return x, weight, factor
+    return x, weight, factor, draw.wide(outputs)
+
+
+def _code(draw: _Draw, width: int) -> tuple[Tensor, Tensor]:
+    return draw.wide(width), draw.wide().abs() + 30
 
 
 def _rms_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    yield draw.x(rows, width), draw.wide(width), draw.wide().abs() + 50
+    yield draw.x(rows, width), draw.wide(width), _code(draw, width)
 
 
 def _layer_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    for x, weight, bias, *added in _layer_norm(draw, rows, width):
-        yield x, weight, bias, draw.wide().abs() + 50, *added
+    (x, weight, bias), (*_, out, out_bias) = _layer_norm(draw, rows, width)
+    code, factor = _code(draw, width), draw.wide(width).abs()
+    yield x, weight, bias, code
+    yield x, weight, bias, code, out, None, out_bias
+    yield x, weight, bias, code, out, factor, out_bias
+    yield x, weight, bias, None, out, factor, out_bias
+
+
+def _product_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    yield _coded_product(draw, rows, inputs, outputs)[:2]
 
 
 def _linear_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
-    operands = _coded_product(draw, rows, inputs, outputs)
-    yield operands
-    yield *operands, draw.x(outputs)
+    yield _coded_product(draw, rows, inputs, outputs)
 
 
 def _linear_gelu_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
-    yield *_coded_product(draw, rows, inputs, outputs), draw.x(outputs), draw.wide().abs() + 50
+    yield *_coded_product(draw, rows, inputs, outputs), _code(draw, outputs)
 
 
 def _linear_norm_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
     x, weight, stream, scale = next(_linear_norm(draw, rows, inputs, outputs))
-    inverse = draw.wide().abs() + 50
-    yield x, weight, None, stream, scale, inverse
+    code = _code(draw, outputs)
+    yield x, weight, None, None, stream, scale, code
     yield *_coded_product(draw, rows, inputs, outputs), stream, scale, None
-    yield *_coded_product(draw, rows, inputs, outputs), stream, scale, inverse
+    yield *_coded_product(draw, rows, inputs, outputs), stream, scale, code
 
 
 def _gated_up_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
-    yield *_coded_product(draw, rows, inputs, 2 * outputs), draw.wide().abs() + 30
+    yield *_coded_product(draw, rows, inputs, 2 * outputs), _code(draw, outputs)
 
 
 def _project_rotate_fp8(
     draw: _Draw, batch: int, tokens: int, inputs: int, heads: int, kv_heads: int, dim: int, columns: int
 ) -> Iterator[tuple[Any, ...]]:
     for qkv, *rest, count in _split_rotate(draw, batch, tokens, heads, kv_heads, dim, columns):
-        x, weight, factor = _coded_product(draw, batch * tokens, inputs, qkv.shape[-1])
-        yield x.view(batch, tokens, inputs), weight, factor, *rest, count
+        x, *others = _coded_product(draw, batch * tokens, inputs, qkv.shape[-1])
+        yield x.view(batch, tokens, inputs), *others, *rest, count
 
 
-def _attend_fp8(draw: _Draw, *dims: int) -> Iterator[tuple[Any, ...]]:
-    yield *list(_attend(draw, *dims))[-1], draw.wide().abs() + 50
+def _attend_fp8(
+    draw: _Draw, batch: int, heads: int, kv_heads: int, queries: int, columns: int, dim: int
+) -> Iterator[tuple[Any, ...]]:
+    yield *list(_attend(draw, batch, heads, kv_heads, queries, columns, dim))[-1], _code(draw, heads * dim)
 
 
 _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
@@ -218,6 +230,7 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "attend": _attend,
     "rms_norm_fp8": _rms_norm_fp8,
     "layer_norm_fp8": _layer_norm_fp8,
+    "product_fp8": _product_fp8,
     "linear_fp8": _linear_fp8,
     "linear_gelu_fp8": _linear_gelu_fp8,
     "linear_norm_fp8": _linear_norm_fp8,
@@ -228,7 +241,7 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
 
 
 # Operator -> where its arguments hold the slabs of keys and values that it writes into.
-_SLABS = {"split_rotate": 2, "project_rotate": 3, "project_rotate_fp8": 4}
+_SLABS = {"split_rotate": 2, "project_rotate": 3, "project_rotate_fp8": 5}
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -79,7 +79,9 @@ def coded_shapes(options: PiOptions) -> list[OpShape]:
         ("vision", "fc1"): [
             ("layer_norm_fp8", (images, o.vis_width)), ("linear_gelu_fp8", (images, o.vis_width, o.vis_mlp))
         ],
-        ("vision", "fc2"): [("linear_fp8", (images, o.vis_mlp, o.vis_width))],
+        ("vision", "fc2"): [
+            ("product_fp8", (images, o.vis_mlp, o.vis_width)), ("layer_norm_fp8", (images, o.vis_width))
+        ],
         ("language", "first"): [("rms_norm_fp8", (rows, o.width))],
         ("language", "qkv"): [
             ("project_rotate_fp8", (1, rows, o.width, *heads, o.head_dim, columns)),
@@ -144,7 +146,7 @@ def calibrate(model: PiModel, rows: Sequence[Row], made: str) -> ActivationScale
             model.prefix({name: model.to_device(array[None]) for name, array in row.inputs.items()})
     finally:
         model.ops = own
-    return ActivationScales(made=made, weights=weights_digest(model, of), largest=observer.largest())
+    return ActivationScales(made=made, weights=weights_digest(model, of), seen=observer.seen())
 
 
 def synthetic_row(options: PiOptions, seed: int) -> Row:

@@ -67,7 +67,7 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_period: Positive = 4.0
     kernels: Literal["auto", "triton", "reference"] = "auto"
     quant: Literal["none", "w8a8_fp8"] = "none"
-    quant_keep: tuple[str, ...] = ("vision.*", "language.layers.[0-5].qkv", "language.layers.[0-5].o")
+    quant_keep: tuple[str, ...] = ()
     quant_scales: str = ""
     graphs: Literal["auto", "none"] = "auto"
     prompt_buckets: tuple[Count, ...] = (16, 48, 96)

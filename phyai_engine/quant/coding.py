@@ -1,7 +1,9 @@
 """Codes the matrices of a model that is loaded: each nn.Linear of a table becomes a CodedLinear.
 
-A weight has a scale per row. An activation has one constant scale, of twice the largest value that calibration saw:
-e4m3 keeps its relative precision over 14 powers of two, so the margin costs nothing, and a new observation is not cut.
+A weight has a scale per row. Of an activation its mean over all tokens of the calibration is taken off first, a constant
+per input: what all tokens have in common is multiplied once, at load, with the exact weight, and neither operand's
+rounding touches it. What is left has one constant scale, of twice the largest value that calibration saw: e4m3 keeps its
+relative precision over 14 powers of two, so the margin costs nothing, and a new observation is not cut.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from phyai_engine.errors import ConfigError
 from phyai_engine.layers.coded import CodedLinear
-from phyai_engine.quant.scales import ActivationScales
+from phyai_engine.quant.scales import ActivationScales, Seen
 
 MARGIN = 2.0
 ALIGNED = 16  # inputs: the rows of coded operands start at multiples of 16 bytes
@@ -45,14 +47,19 @@ def interleaved(rows: Tensor, group: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def code_linear(linear: nn.Linear, largest: float, pairs: int) -> CodedLinear:
-    """:param largest: |activation|. :param pairs: see :class:`Site`."""
-    weight = linear.weight.detach()
-    values, scale = code_rows(interleaved(weight, pairs) if pairs else weight)
-    step = max(largest, _SMALLEST) * MARGIN / LARGEST_FP8
-    inverse = torch.tensor(1.0 / step, dtype=torch.float32, device=weight.device)
-    bias = None if linear.bias is None else linear.bias.detach()
-    return CodedLinear(values, scale / inverse, inverse, bias)
+def code_linear(linear: nn.Linear, seen: Seen, pairs: int) -> CodedLinear:
+    """:param seen: its operand. :param pairs: see :class:`Site`."""
+    weight, device = linear.weight.detach(), linear.weight.device
+    centre = torch.from_numpy(seen.centre).to(device)
+    bias = weight.float() @ centre
+    if linear.bias is not None:
+        bias = bias + linear.bias.detach().float()
+    if pairs:
+        weight, bias = interleaved(weight, pairs), interleaved(bias, pairs)
+    values, scale = code_rows(weight)
+    step = max(seen.largest, _SMALLEST) * MARGIN / LARGEST_FP8
+    inverse = torch.tensor(1.0 / step, dtype=torch.float32, device=device)
+    return CodedLinear(values, scale / inverse, bias, centre, inverse)
 
 
 def check_scales(scales: ActivationScales, digest: str, *, where: object) -> None:
@@ -82,10 +89,10 @@ def code_model(model: nn.Module, sites: Mapping[str, Site], scales: ActivationSc
                 wanted=f"a multiple of {ALIGNED}",
                 do=f"Add {name} to `quant_keep`, or write `quant: none`.",
             )
-        if name not in scales.largest:
+        if name not in scales.seen or scales.seen[name].centre.shape != (linear.in_features,):
             raise ConfigError(f"no activation scale of {name}", got=scales.made, do="Run `phyai calibrate` again.")
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, code_linear(linear, scales.largest[name], site.pairs))
+        setattr(model.get_submodule(owner), attribute, code_linear(linear, scales.seen[name], site.pairs))
 
 
 def weights_digest(model: nn.Module, sites: Mapping[str, Site]) -> str:

@@ -43,7 +43,7 @@ def calibrate_command(model: str, robot: str, recording: Path | None, n: int, ou
             policy = _policy(opened.robot, config, model)
             scales = _measure(policy, islice(_recorded(opened), n), f"observations of {recording.name}")
     save_scales(scales, path)
-    Console().print(f"wrote {path}: {len(scales.largest)} matrices, {scales.made}", highlight=False)
+    Console().print(f"wrote {path}: {len(scales.seen)} matrices, {scales.made}", highlight=False)
     return 0
 
 

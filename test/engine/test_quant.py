@@ -29,7 +29,7 @@ from phyai_engine.layers.tape import Tape
 from phyai_engine.models import pi_coded
 from phyai_engine.models.pi import PiModel, PiOptions, op_shapes
 from phyai_engine.quant.coding import MARGIN, Site, code_linear, code_rows, interleaved, weights_digest
-from phyai_engine.quant.scales import FILE, ActivationScales, load_scales, save_scales
+from phyai_engine.quant.scales import FILE, ActivationScales, Seen, load_scales, save_scales
 from phyai_engine.quant.schemes import SCHEMES
 from phyai_engine.runner import Runner
 
@@ -76,12 +76,32 @@ def test_a_coded_layer_is_the_layer_within_its_precision() -> None:
         for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     x = torch.randn(50, 512, generator=generator).bfloat16()
-    coded = code_linear(linear, float(x.abs().max()), 0)
-    out = reference.linear_fp8(reference.encode_fp8(x, coded.inverse), coded.weight, coded.factor, coded.bias)
+    coded = code_linear(linear, Seen(np.zeros(512, np.float32), float(x.abs().max())), 0)
+    operand = reference.encode_fp8(x, (coded.centre, coded.inverse))
+    out = reference.linear_fp8(operand, coded.weight, coded.factor, coded.bias)
     with torch.no_grad():
         wanted = linear(x).float()
     assert 0.02 < float((out.float() - wanted).norm() / wanted.norm()) < 0.05
-    assert float(reference.encode_fp8(x, coded.inverse).float().abs().max()) == pytest.approx(448 / MARGIN, rel=0.07)
+    assert float(operand.float().abs().max()) == pytest.approx(448 / MARGIN, rel=0.07)
+
+
+def test_what_all_tokens_have_in_common_costs_no_precision() -> None:
+    """Ten times as large as what differs, it would be the error of what differs ten times over."""
+    generator = torch.Generator().manual_seed(2)
+    linear = nn.Linear(512, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    common, own = torch.randn(512, generator=generator) * 10, torch.randn(50, 512, generator=generator)
+    x = (common + own).bfloat16()
+    wanted = nn.functional.linear(x.double(), linear.weight.double())
+    varying = wanted - wanted.mean(dim=0)
+
+    def error(centre: Tensor) -> float:
+        coded = code_linear(linear, Seen(centre.numpy(), float((x.float() - centre).abs().max())), 0)
+        operand = reference.encode_fp8(x, (coded.centre, coded.inverse))
+        out = reference.linear_fp8(operand, coded.weight, coded.factor, coded.bias).double()
+        return float((out - wanted).norm() / varying.norm())
+
+    assert error(torch.zeros(512)) > 0.2
+    assert error(common) < 0.06
 
 
 # --- a model ---
@@ -161,24 +181,36 @@ def test_calibration_sees_the_largest_operand_of_each_matrix() -> None:
     model = PiModel.from_state(plain, weights(plain))
     rows = [pi_coded.synthetic_row(plain, seed) for seed in range(2)]
     scales = pi_coded.calibrate(model, rows, "two rows")
-    assert list(scales.largest) == sorted(pi_coded.every_site(plain)) and scales.made == "two rows"
-    once = pi_coded.calibrate(model, rows[:1], "one row").largest
-    assert all(once[name] <= scales.largest[name] for name in once)
+    assert list(scales.seen) == sorted(pi_coded.every_site(plain)) and scales.made == "two rows"
+    once = pi_coded.calibrate(model, rows[:1], "one row").seen
     seen: list[Tensor] = []
     model.ops = Ops(project_rotate=lambda x, *rest: (seen.append(x), reference.project_rotate(x, *rest))[1])
     Runner(model).run([rows[0]])
-    assert once["language.layers.0.qkv"] == float(seen[0].abs().max())
+    centre, largest = once["language.layers.0.qkv"]
+    x = seen[0].float().flatten(0, 1)
+    assert np.allclose(centre, x.mean(dim=0), atol=1e-6)
+    assert largest == float((x - torch.from_numpy(centre)).abs().max())
+    both = scales.seen["language.layers.0.qkv"]
+    assert not np.array_equal(both.centre, centre) and both.largest > 0.5 * largest
 
 
 def test_scales_survive_the_file(tmp_path: Path) -> None:
-    scales = ActivationScales(made="by hand", weights="ab", largest={"language.layers.0.qkv": 1.25})
+    scales = ActivationScales("by hand", "ab", {"language.layers.0.qkv": Seen(np.arange(3, dtype=np.float32), 1.25)})
     save_scales(scales, tmp_path / FILE)
-    assert load_scales(tmp_path / FILE, checkpoint="x") == scales
+    again = load_scales(tmp_path / FILE, checkpoint="x")
+    assert (again.made, again.weights, list(again.seen)) == ("by hand", "ab", ["language.layers.0.qkv"])
+    assert again.seen["language.layers.0.qkv"].centre.tolist() == [0, 1, 2]
+    assert again.seen["language.layers.0.qkv"].largest == 1.25
     with pytest.raises(ConfigError, match=r"Run `phyai calibrate some/folder`"):
-        load_scales(tmp_path / "other.yaml", checkpoint="some/folder")
-    (tmp_path / "wrong.yaml").write_text("made: 3\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="made"):
-        load_scales(tmp_path / "wrong.yaml", checkpoint="x")
+        load_scales(tmp_path / "absent.npz", checkpoint="some/folder")
+    whole = (tmp_path / FILE).read_bytes()
+    for content in (b"", b"made: 3", whole[: len(whole) // 2]):
+        (tmp_path / "wrong.npz").write_bytes(content)
+        with pytest.raises(ConfigError, match="not a file of activation scales"):
+            load_scales(tmp_path / "wrong.npz", checkpoint="x")
+    np.savez(tmp_path / "other.npz", other=np.zeros(2))
+    with pytest.raises(ConfigError, match="not a file of activation scales"):
+        load_scales(tmp_path / "other.npz", checkpoint="x")
     with pytest.raises(ConfigError, match="cannot write the scales"):
         save_scales(scales, tmp_path / "absent" / FILE)
 
@@ -192,7 +224,7 @@ def test_scales_of_other_weights_are_refused(tmp_path: Path) -> None:
     model = PiModel.from_state(coded, weights(coded))
     module = model.language.layers[0].get_submodule("qkv")
     assert isinstance(module, CodedLinear)
-    largest = load_scales(path, checkpoint="x").largest["language.layers.0.qkv"]
+    largest = load_scales(path, checkpoint="x").seen["language.layers.0.qkv"].largest
     assert float(module.inverse) == pytest.approx(448 / (MARGIN * largest))
     with pytest.raises(ConfigError, match="belong to other weights"):
         PiModel.from_state(coded, weights(coded, seed=2))
@@ -216,7 +248,7 @@ def command(*arguments: object) -> tuple[int, str]:
 def test_the_command_writes_what_a_model_reads(tmp_path: Path) -> None:
     code, text = command("pi05_demo", "--robot", "arm7", "--n", 2)
     assert code == 2 and "--out" in text
-    out = tmp_path / "scales.yaml"
+    out = tmp_path / "scales.npz"
     code, text = command("pi05_demo", "--robot", "arm7", "--n", 2, "--out", out)
     assert code == 0 and "2 synthetic observations" in text
     content = yaml.safe_load(Path("config/models/pi05_demo.yaml").read_text(encoding="utf-8"))
@@ -264,8 +296,3 @@ def test_a_device_without_such_products_is_refused() -> None:
     config = ModelConfig(family="pi05", device="cpu", options=msgspec.to_builtins(options(kernels="auto")))
     with pytest.raises(ConfigError, match=r"no e4m3 products.*w8a8_fp8 on cpu.*quant: none"):
         PiModel.load(config)
-
-
-def test_the_vendors_product_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = pytest.importorskip("phyai_kernels.products_fp8", reason="Triton is not installed")
-    assert products.vendor_product_fp8(torch.zeros(2, 16), torch.zeros(16, 16)) is None

@@ -17,6 +17,7 @@ from phyai_engine.layers.self_check import TOLERANCES, cases, largest_error
 SIZES: dict[str, list[tuple[int, ...]]] = {
     "rms_norm_fp8": [(3, 40), (5, 1000)],
     "layer_norm_fp8": [(3, 40), (5, 1000)],
+    "product_fp8": [(1, 16, 1), (3, 48, 24), (70, 144, 40), (130, 32, 300)],
     "linear_fp8": [(1, 16, 1), (3, 48, 24), (70, 144, 40), (130, 32, 300)],
     "linear_gelu_fp8": [(3, 16, 33), (70, 144, 40)],
     "linear_norm_fp8": [(3, 48, 24), (70, 144, 40)],
@@ -39,7 +40,7 @@ def test_it_is_the_reference(device: torch.device, op: str, size: tuple[int, ...
     assert error <= allowed, f"{op} {size}: {error}"
 
 
-@pytest.mark.parametrize("op", ["linear_fp8", "linear_gelu_fp8", "gated_up_fp8", "linear_norm_fp8"])
+@pytest.mark.parametrize("op", ["product_fp8", "linear_fp8", "linear_gelu_fp8", "gated_up_fp8"])
 def test_the_last_input_counts(op: str) -> None:
     def blind(x: Tensor, weight: Tensor, *rest: Any) -> Any:
         return getattr(reference, op)(x[..., :-1], weight[:, :-1], *rest)
@@ -62,8 +63,12 @@ def test_the_last_input_counts(op: str) -> None:
 def test_what_is_out_of_range_is_held_at_the_largest(device: torch.device, value: float, wanted: float) -> None:
     """rms_norm_fp8 of a row whose normed value is 1 everywhere: what is coded is the gain."""
     x, one = torch.ones((1, 4), device=device), torch.ones((), device=device)
-    coded = kernel("rms_norm_fp8")(x, torch.full((4,), value - 1.0, device=device), one)
-    assert reference.encode_fp8(torch.tensor(value), one.cpu()).float() == pytest.approx(wanted, abs=1e-6)
+    coded = kernel("rms_norm_fp8")(
+        x, torch.full((4,), value - 1.0, device=device), (torch.zeros(4, device=device), one)
+    )
+    assert reference.encode_fp8(torch.tensor(value), (one.cpu() * 0, one.cpu())).float() == pytest.approx(
+        wanted, abs=1e-6
+    )
     assert coded.float().tolist() == [[pytest.approx(wanted, rel=1e-3, abs=2e-3)] * 4]
 
 
@@ -84,25 +89,34 @@ def test_rows_of_a_pair_stand_together() -> None:
     assert reference.halves_of_pairs(columns, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
 
 
+def test_a_code_takes_the_centre_off_first() -> None:
+    x, centre = torch.tensor([[3.0, -1.0], [4.0, 7.0]]), torch.tensor([3.0, -1.0])
+    assert reference.encode_fp8(x, (centre, torch.tensor(2.0))).float().tolist() == [[0.0, 0.0], [2.0, 16.0]]
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    linear = kernel("linear_fp8")
-    x, weight, factor = next(cases("linear_fp8", torch.bfloat16, (3, 32, 24), device))
+    linear, gated_up = kernel("linear_fp8"), kernel("gated_up_fp8")
+    x, weight, factor, bias = next(cases("linear_fp8", torch.bfloat16, (3, 32, 24), device))
+    code = factor[:12], factor[0]
     with pytest.raises(ValueError, match="do not fit"):
-        linear(x[:, :16], weight, factor)
+        linear(x[:, :16], weight, factor, bias)
     with pytest.raises(ValueError, match="do not fit"):
-        linear(x.float(), weight, factor)
-    with pytest.raises(ValueError, match="do not fit"):
-        linear(x, weight, factor[1:])
+        linear(x.float(), weight, factor, bias)
+    with pytest.raises(ValueError, match="do not fit 24 outputs"):
+        linear(x, weight, factor[1:], bias)
+    with pytest.raises(ValueError, match="do not fit 24 outputs"):
+        linear(x, weight, factor, bias[1:])
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        linear(x[:, :8], weight[:, :8].contiguous(), factor)
-    with pytest.raises(ValueError, match="the bias must have 24 elements"):
-        linear(x, weight, factor, factor[1:])
+        linear(x[:, :8], weight[:, :8].contiguous(), factor, bias)
     with pytest.raises(ValueError, match="number must be even"):
-        kernel("gated_up_fp8")(x, weight[1:], factor[1:], factor[0])
+        gated_up(x, weight[1:], factor[1:], bias[1:], code)
+    with pytest.raises(ValueError, match="a code of 12 numbers is wanted"):
+        gated_up(x, weight, factor, bias, (factor, factor[0]))
+    with pytest.raises(ValueError, match="a code of 16 numbers is wanted"):
+        kernel("rms_norm_fp8")(torch.ones((2, 16), device=device), torch.ones(16, device=device), code)
 
 
 def test_outside_the_interpreter_a_cpu_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("phyai_kernels.tiles"), "INTERPRETED", False)
-    x, weight, factor = next(cases("linear_fp8", torch.bfloat16, (3, 32, 24), torch.device("cpu")))
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        kernel("linear_fp8")(x, weight, factor)
+        kernel("linear_fp8")(*next(cases("linear_fp8", torch.bfloat16, (3, 32, 24), torch.device("cpu"))))

@@ -39,6 +39,7 @@ SHAPES = [
     OpShape("attend", torch.float32, (2, 4, 1, 3, 20, 16)),
     OpShape("rms_norm_fp8", torch.bfloat16, (3, 40)),
     OpShape("layer_norm_fp8", torch.bfloat16, (3, 40)),
+    OpShape("product_fp8", torch.bfloat16, (3, 48, 24)),
     OpShape("linear_fp8", torch.bfloat16, (3, 48, 24)),
     OpShape("linear_gelu_fp8", torch.bfloat16, (3, 48, 24)),
     OpShape("linear_norm_fp8", torch.bfloat16, (3, 48, 24)),

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from phyai_engine.layers.coded import layer_norm, linear, linear_gelu
+from phyai_engine.layers.coded import Added, layer_norm, linear, linear_gelu, to_add
 from phyai_engine.layers.ops import Ops
 
 
@@ -64,14 +64,13 @@ class Siglip(nn.Module):
         """
         embedded = ops.linear(self._patches(images), self.patch.weight, self.patch.bias)
         x = (embedded + self.position).to(self.dtype)
-        added: tuple[Tensor, ...] = ()  # product and bias of the sub-layer before: the next norm adds them
+        out: Added = ()  # of the sub-layer before: the next norm adds it
         for layer in cast("Sequence[_Layer]", self.layers):
-            x, normed = layer_norm(ops, x, layer.layer_norm1, added, layer.qkv)
-            added = linear(ops, self._attention(layer, normed, ops), layer.out), layer.out.bias
-            x, normed = layer_norm(ops, x, layer.layer_norm2, added, layer.fc1)
-            inner = linear_gelu(ops, normed, layer.fc1, layer.fc2)
-            added = linear(ops, inner, layer.fc2), layer.fc2.bias
-        return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias, *added)[1]
+            x, normed = layer_norm(ops, x, layer.layer_norm1, out, layer.qkv)
+            out = to_add(ops, self._attention(layer, normed, ops), layer.out)
+            x, normed = layer_norm(ops, x, layer.layer_norm2, out, layer.fc1)
+            out = to_add(ops, linear_gelu(ops, normed, layer.fc1, layer.fc2), layer.fc2)
+        return layer_norm(ops, x, self.post_layernorm, out, None)[1]
 
     def _patches(self, images: Tensor) -> Tensor:
         """[N, tokens, 3 * patch**2], each patch flattened colour, row, column: the convolution as one matrix."""
@@ -80,7 +79,7 @@ class Siglip(nn.Module):
         return seen.permute(0, 2, 4, 1, 3, 5).reshape(len(images), grid * grid, -1)
 
     def _attention(self, layer: _Layer, normed: Tensor, ops: Ops) -> Tensor:
-        qkv = linear(ops, normed, layer.qkv, layer.qkv.bias)
+        qkv = linear(ops, normed, layer.qkv)
         split = qkv.view(*qkv.shape[:2], 3, self.options.heads, -1)
         query, keys, values = split.permute(2, 0, 3, 1, 4)
         attended: Tensor = ops.attend(query, keys, values)
