@@ -181,8 +181,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None =
 
 # --- products of eight bits ---
 #
-# A coded tensor is e4m3: numbers of 8 bits that stand for (x - centre) * inverse, with a ``code`` of two: ``centre`` [K]
-# fp32, a constant per input, and ``inverse`` [] fp32. A coded weight has a scale per row. A product of both is
+# A coded tensor is e4m3: numbers of 8 bits that stand for (x - centre) * inverse, with a ``code`` of two, ``centre``
+# [K] fp32, a constant per input, and ``inverse`` [] fp32. A coded weight has a scale per row. A product of both is
 # multiplied with ``factor`` [N] fp32, that scale over the inverse, and ``bias`` [N] is added, weight times centre (and
 # the layer's own). An operator codes its result with the code of the matrix that reads it.
 
@@ -190,7 +190,7 @@ Code = tuple[Tensor, Tensor]
 
 
 def encode_fp8(x: Tensor, code: Code) -> Tensor:
-    """(x - centre) * inverse as e4m3: rounded to the nearest, held within +-448; a NaN stays one. :param x: [..., K]."""
+    """(x - centre) * inverse as e4m3: rounded to the nearest, held within 448; a NaN stays one. :param x: [..., K]."""
     centre, inverse = code
     return ((x.float() - centre) * inverse).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 

@@ -79,8 +79,7 @@ class OpShape:
         return f"{sizes}, {str(self.dtype).removeprefix('torch.')}"
 
 
-_PRODUCTS = ("linear", "linear_gelu", "linear_norm", "product_fp8", "linear_fp8")
-_PRODUCTS += ("linear_gelu_fp8", "linear_norm_fp8")
+_PRODUCTS = [op for op, dims in DIMS.items() if dims == DIMS["linear"] and "gated" not in op]
 _NORMS = ("rms_norm", "ada_rms_norm", "layer_norm", "rms_norm_fp8", "layer_norm_fp8")
 _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     **dict.fromkeys(_PRODUCTS, lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0])),

@@ -1,9 +1,9 @@
 """Codes the matrices of a model that is loaded: each nn.Linear of a table becomes a CodedLinear.
 
-A weight has a scale per row. Of an activation its mean over all tokens of the calibration is taken off first, a constant
-per input: what all tokens have in common is multiplied once, at load, with the exact weight, and neither operand's
-rounding touches it. What is left has one constant scale, of twice the largest value that calibration saw: e4m3 keeps its
-relative precision over 14 powers of two, so the margin costs nothing, and a new observation is not cut.
+A weight has a scale per row. Of an activation its mean over all tokens of the calibration is taken off first, for each
+input: what all tokens have in common is multiplied once, at load, with the exact weight, and no rounding touches
+it. What is left has one constant scale, of twice the largest value that calibration saw: e4m3 keeps its relative
+precision over 14 powers of two, so the margin costs nothing, and a new observation is not cut.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,10 +70,11 @@ def load_scales(path: Path, *, checkpoint: object) -> ActivationScales:
 
 def save_scales(scales: ActivationScales, path: Path) -> None:
     """:raises ConfigError: it cannot be written."""
-    arrays = {name + _CENTRE: seen.centre for name, seen in scales.seen.items()}
-    arrays |= {name + _LARGEST: np.float32(seen.largest) for name, seen in scales.seen.items()}
+    arrays: dict[str, Any] = {_MADE: np.array(scales.made), _WEIGHTS: np.array(scales.weights)}
+    for name, seen in scales.seen.items():
+        arrays |= {name + _CENTRE: seen.centre, name + _LARGEST: np.float32(seen.largest)}
     try:
         with path.open("wb") as stream:  # numpy would add its own ending to a name
-            np.savez(stream, made=np.array(scales.made), weights=np.array(scales.weights), **arrays)
+            np.savez(stream, **arrays)
     except OSError as error:
         raise ConfigError(f"cannot write the scales: {error.strerror}", where=path, do="Give --out.") from None
