@@ -6,8 +6,7 @@ bfloat16 82 and 5).
 
 from __future__ import annotations
 
-from phyai_kernels.product_fp8 import product_fp8
-from phyai_kernels.products_fp8 import check_coded
+from phyai_kernels.products_fp8 import check_coded, fused_product, vendor_product
 from phyai_kernels.reference import Code
 from phyai_kernels.rms_norm import norm_rows
 from phyai_kernels.tiles import check_launch
@@ -32,4 +31,7 @@ def linear_norm_fp8(
         check_launch(x, weight, stream, scale)
         return norm_rows(stream, scale, None, functional.linear(x, weight), None, code)
     check_coded(x, weight, factor, bias, stream, scale)
-    return norm_rows(stream, scale, None, product_fp8(x, weight), None, code, (factor, bias))
+    out = vendor_product(x, weight)
+    if out is None:
+        return norm_rows(stream, scale, None, fused_product(x, weight, factor, bias), None, code)
+    return norm_rows(stream, scale, None, out, None, code, (factor, bias))

@@ -183,8 +183,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None =
 #
 # A coded tensor is e4m3: numbers of 8 bits that stand for (x - centre) * inverse, with a ``code`` of two, ``centre``
 # [K] fp32, a constant per input, and ``inverse`` [] fp32. A coded weight has a scale per row. A product of both is
-# multiplied with ``factor`` [N] fp32, that scale over the inverse, and ``bias`` [N] is added, weight times centre (and
-# the layer's own). An operator codes its result with the code of the matrix that reads it.
+# multiplied with ``factor`` [N] fp32, that scale over the inverse, and ``bias`` [N] fp32 is added, weight times centre.
+# An operator codes its result with the code of the matrix that reads it.
 
 Code = tuple[Tensor, Tensor]
 
@@ -209,11 +209,6 @@ def linear_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor) -> Tenso
     return (functional.linear(x.float(), weight.float()) * factor + bias.float()).to(torch.bfloat16)
 
 
-def linear_gelu_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, code: Code) -> Tensor:
-    """``linear_fp8``, then GELU (tanh form), then coded. :return: [..., N] e4m3"""
-    return encode_fp8(functional.gelu(linear_fp8(x, weight, factor, bias).float(), approximate="tanh"), code)
-
-
 def gated_up_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, code: Code) -> Tensor:
     """``gated_up`` of coded operands, coded.
 
@@ -227,33 +222,6 @@ def gated_up_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, code: 
 def rms_norm_fp8(x: Tensor, weight: Tensor, code: Code) -> Tensor:
     """``rms_norm`` without a residual add, coded. :param x: [..., D]."""
     return encode_fp8(rms_norm(x, weight)[1], code)
-
-
-def product_fp8(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of coded operands in bfloat16, which its reader has yet to scale. :return: [..., N]"""
-    return functional.linear(x.float(), weight.float()).to(torch.bfloat16)
-
-
-def layer_norm_fp8(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    code: Code | None,
-    out: Tensor | None = None,
-    factor: Tensor | None = None,
-    out_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``layer_norm`` of a coded product, with a coded result, or both.
-
-    :param out: with ``factor`` [D] fp32 a ``product_fp8``, to be scaled by it; without it as ``layer_norm`` has it.
-    :param code: of the normed form; None leaves it as it is.
-    :return: the new residual stream, and its normed form, e4m3 where ``code`` is given.
-    """
-    if out is not None and out_bias is not None:
-        scaled = out.float() if factor is None else out.float() * factor
-        x = x + (scaled + out_bias.float()).to(x.dtype)
-    normed = layer_norm(x, weight, bias)[1]
-    return x, normed if code is None else encode_fp8(normed, code)
 
 
 def linear_norm_fp8(

@@ -22,9 +22,8 @@ class CodedLinear(nn.Module):
     """A linear layer with a coded weight.
 
     :param weight: [N, K] e4m3, rows in the order that its operator asks for.
-    :param factor: [N] fp32, what the coded product is multiplied with. :param bias: [N], what is then added: the
-        layer's own, and the weight times ``centre``.
-    :param centre: [K] fp32; with ``inverse`` [] fp32 it codes the operand.
+    :param factor: [N] fp32, what the coded product is multiplied with. :param bias: [N] fp32, what is then added: the
+        weight times ``centre``. :param centre: [K] fp32; with ``inverse`` [] fp32 it codes the operand.
     """
 
     weight: Tensor
@@ -93,43 +92,6 @@ def gated_up(ops: Ops, x: Tensor, matrix: Matrix, reader: Matrix) -> Tensor:
     if isinstance(matrix, CodedLinear):
         return ops.gated_up_fp8(x, matrix.weight, matrix.factor, matrix.bias, code_of(reader))
     return ops.gated_up(x, _weight(matrix))
-
-
-Added = tuple[()] | tuple[Tensor, Tensor | None, Tensor]
-"""What a norm adds to the stream first: a product, the factor that it has yet to be scaled by, and a bias; or nothing.
-"""
-
-
-def layer_norm(ops: Ops, x: Tensor, norm: nn.LayerNorm, out: Added, reader: Matrix | None) -> tuple[Tensor, Tensor]:
-    """Residual add and LayerNorm."""
-    code, vectors = code_of(reader), (norm.weight, norm.bias)
-    if code is None and (not out or out[1] is None):
-        return ops.layer_norm(x, *vectors, *(out and (out[0], out[2])))
-    return ops.layer_norm_fp8(x, *vectors, code, *out)
-
-
-def linear(ops: Ops, x: Tensor, matrix: Matrix) -> Tensor:
-    """A product with its bias."""
-    bias = cast("Tensor", matrix.bias)
-    if isinstance(matrix, CodedLinear):
-        return ops.linear_fp8(x, matrix.weight, matrix.factor, bias)
-    return ops.linear(x, _weight(matrix), bias)
-
-
-def to_add(ops: Ops, x: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A product for the next ``layer_norm``, which scales it and adds its bias."""
-    bias = cast("Tensor", matrix.bias)
-    if isinstance(matrix, CodedLinear):
-        return ops.product_fp8(x, matrix.weight), matrix.factor, bias
-    return ops.linear(x, _weight(matrix)), None, bias
-
-
-def linear_gelu(ops: Ops, x: Tensor, matrix: Matrix, reader: Matrix) -> Tensor:
-    """The first half of a plain MLP; both halves are coded or neither is."""
-    bias = cast("Tensor", matrix.bias)
-    if isinstance(matrix, CodedLinear):
-        return ops.linear_gelu_fp8(x, matrix.weight, matrix.factor, bias, code_of(reader))
-    return ops.linear_gelu(x, _weight(matrix), bias)
 
 
 def _weight(matrix: Matrix) -> Tensor:

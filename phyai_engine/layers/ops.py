@@ -39,10 +39,6 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "split_rotate": ("batch", "tokens", "heads", "kv_heads", "head_dim", "columns"),  # columns of the K/V slab
     "attend": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
     "rms_norm_fp8": ("rows", "width"),
-    "layer_norm_fp8": ("rows", "width"),
-    "product_fp8": ("rows", "inputs", "outputs"),
-    "linear_fp8": ("rows", "inputs", "outputs"),
-    "linear_gelu_fp8": ("rows", "inputs", "outputs"),
     "linear_norm_fp8": ("rows", "inputs", "outputs"),
     "gated_up_fp8": ("rows", "inputs", "outputs"),
     "project_rotate_fp8": ("batch", "tokens", "inputs", "heads", "kv_heads", "head_dim", "columns"),
@@ -80,7 +76,7 @@ class OpShape:
 
 
 _PRODUCTS = [op for op, dims in DIMS.items() if dims == DIMS["linear"] and "gated" not in op]
-_NORMS = ("rms_norm", "ada_rms_norm", "layer_norm", "rms_norm_fp8", "layer_norm_fp8")
+_NORMS = ("rms_norm", "ada_rms_norm", "layer_norm", "rms_norm_fp8")
 _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     **dict.fromkeys(_PRODUCTS, lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0])),
     **dict.fromkeys(_NORMS, lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
@@ -147,10 +143,6 @@ class Ops:
     split_rotate: Callable[..., Tensor] = reference.split_rotate
     attend: Callable[..., Tensor] = reference.attend
     rms_norm_fp8: Callable[..., Tensor] = reference.rms_norm_fp8
-    layer_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = reference.layer_norm_fp8
-    product_fp8: Callable[..., Tensor] = reference.product_fp8
-    linear_fp8: Callable[..., Tensor] = reference.linear_fp8
-    linear_gelu_fp8: Callable[..., Tensor] = reference.linear_gelu_fp8
     linear_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = reference.linear_norm_fp8
     gated_up_fp8: Callable[..., Tensor] = reference.gated_up_fp8
     project_rotate_fp8: Callable[..., Tensor] = reference.project_rotate_fp8

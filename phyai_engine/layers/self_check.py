@@ -169,27 +169,6 @@ def _rms_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...
     yield draw.x(rows, width), draw.wide(width), _code(draw, width)
 
 
-def _layer_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    (x, weight, bias), (*_, out, out_bias) = _layer_norm(draw, rows, width)
-    code, factor = _code(draw, width), draw.wide(width).abs()
-    yield x, weight, bias, code
-    yield x, weight, bias, code, out, None, out_bias
-    yield x, weight, bias, code, out, factor, out_bias
-    yield x, weight, bias, None, out, factor, out_bias
-
-
-def _product_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
-    yield _coded_product(draw, rows, inputs, outputs)[:2]
-
-
-def _linear_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
-    yield _coded_product(draw, rows, inputs, outputs)
-
-
-def _linear_gelu_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
-    yield *_coded_product(draw, rows, inputs, outputs), _code(draw, outputs)
-
-
 def _linear_norm_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
     x, weight, stream, scale = next(_linear_norm(draw, rows, inputs, outputs))
     code = _code(draw, outputs)
@@ -229,10 +208,6 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "split_rotate": _split_rotate,
     "attend": _attend,
     "rms_norm_fp8": _rms_norm_fp8,
-    "layer_norm_fp8": _layer_norm_fp8,
-    "product_fp8": _product_fp8,
-    "linear_fp8": _linear_fp8,
-    "linear_gelu_fp8": _linear_gelu_fp8,
     "linear_norm_fp8": _linear_norm_fp8,
     "gated_up_fp8": _gated_up_fp8,
     "project_rotate_fp8": _project_rotate_fp8,

@@ -21,7 +21,7 @@ from phyai_engine.types import Row
 if TYPE_CHECKING:
     from phyai_engine.models.pi import PiModel
 
-_HALVES = {"fc1": "fc2", "fc2": "fc1", "gate_up": "down", "down": "gate_up"}
+_HALVES = {"gate_up": "down", "down": "gate_up"}
 _SYNTHETIC = 2  # observations; what a third adds to the largest values is far below the margin
 
 
@@ -50,9 +50,6 @@ def sites(options: PiOptions) -> dict[str, Site]:
 def every_site(options: PiOptions) -> dict[str, Site]:
     """Module name -> matrix that can be coded."""
     o, table = options, dict[str, Site]()
-    for i in range(o.vis_depth):
-        # SigLIP's ``out`` is not here: the vendor's attention writes what it reads, in 16 bits.
-        table |= dict.fromkeys((f"vision.layers.{i}.{leaf}" for leaf in ("qkv", "fc1", "fc2")), Site())
     for i in range(o.depth):
         at = f"language.layers.{i}."
         table[at + "qkv"] = Site(pairs=o.head_dim)
@@ -64,38 +61,28 @@ def every_site(options: PiOptions) -> dict[str, Site]:
 def coded_shapes(options: PiOptions) -> list[OpShape]:
     """Calls of the operators of coded matrices in one full request, beside those that models.pi.op_shapes lists."""
     coded = sites(options)
-    leaves = {(name.partition(".")[0], name.rpartition(".")[2]) for name in coded}
+    leaves = {name.rpartition(".")[2] for name in coded}
     if "language.layers.0.qkv" in coded:
-        leaves.add(("language", "first"))
+        leaves.add("first")
     o, dtype = options, torch.bfloat16
-    images = len(o.cameras) * o.image_tokens
-    rows, queries = images + o.prompt_len, o.heads * o.head_dim
+    rows, queries = len(o.cameras) * o.image_tokens + o.prompt_len, o.heads * o.head_dim
     columns = rows + o.state_tokens + o.action_horizon
     heads = (o.heads, o.kv_heads)
-    found: dict[tuple[str, str], list[tuple[str, tuple[int, ...]]]] = {
-        ("vision", "qkv"): [
-            ("layer_norm_fp8", (images, o.vis_width)), ("linear_fp8", (images, o.vis_width, 3 * o.vis_width))
-        ],
-        ("vision", "fc1"): [
-            ("layer_norm_fp8", (images, o.vis_width)), ("linear_gelu_fp8", (images, o.vis_width, o.vis_mlp))
-        ],
-        ("vision", "fc2"): [
-            ("product_fp8", (images, o.vis_mlp, o.vis_width)), ("layer_norm_fp8", (images, o.vis_width))
-        ],
-        ("language", "first"): [("rms_norm_fp8", (rows, o.width))],
-        ("language", "qkv"): [
+    found: dict[str, list[tuple[str, tuple[int, ...]]]] = {
+        "first": [("rms_norm_fp8", (rows, o.width))],
+        "qkv": [
             ("project_rotate_fp8", (1, rows, o.width, *heads, o.head_dim, columns)),
             ("linear_norm_fp8", (rows, o.mlp, o.width)),
         ],
-        ("language", "o"): [
+        "o": [
             ("attend_fp8", (1, *heads, rows, columns, o.head_dim)), ("linear_norm_fp8", (rows, queries, o.width))
         ],
-        ("language", "gate_up"): [
+        "gate_up": [
             ("gated_up_fp8", (rows, o.width, o.mlp)), ("linear_norm_fp8", (rows, queries, o.width))
         ],
-        ("language", "down"): [("linear_norm_fp8", (rows, o.mlp, o.width))],
+        "down": [("linear_norm_fp8", (rows, o.mlp, o.width))],
     }  # fmt: skip
-    return [OpShape(op, dtype, dims) for place, calls in found.items() if place in leaves for op, dims in calls]
+    return [OpShape(op, dtype, dims) for leaf, calls in found.items() if leaf in leaves for op, dims in calls]
 
 
 def check_device(options: PiOptions, device: torch.device) -> None:

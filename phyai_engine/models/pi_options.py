@@ -26,11 +26,11 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param min_period, max_period: of the time embedding's sinusoids, in flow time.
     :param kernels: which operators run: layers/ops.py.
     :param graphs: ``auto`` captures CUDA graphs on an accelerator at load, ``none`` never.
-    :param quant: a scheme of quant/schemes.py for matrices of vision and language tower. Embedding, patches, projector,
-        SigLIP's output projections, norms, the action expert and its heads are never coded.
-    :param quant_keep: patterns of matrices that stay as they are, such as ``language.layers.[0-5].qkv``; the default is
-        measured (LOG.md). :param quant_scales: file of ``phyai calibrate``; empty: the one in the checkpoint's folder,
-        and random weights are calibrated at load.
+    :param quant: a scheme of quant/schemes.py for the prefix stack's matrices. Nothing else is coded: it costs the
+        vision tower time and the expert precision (LOG.md).
+    :param quant_keep: patterns of matrices that stay as they are, such as ``language.layers.[0-5].qkv``.
+    :param quant_scales: file of ``phyai calibrate``; empty: the one in the checkpoint's folder, and random weights are
+        calibrated at load.
     :param prompt_buckets: prompt lengths that graphs are captured for, beside ``prompt_len``; a prompt takes the next.
     """
 
@@ -85,10 +85,6 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             (len(set(self.cameras)) == len(self.cameras), "cameras must differ"),
             (self.min_period < self.max_period, "min_period must be below max_period"),
             (self.quant == "none" or self.dtype == "bfloat16", "quant needs dtype: bfloat16"),
-            (
-                self.quant == "none" or self.vision_dtype == "same" or "vision.*" in self.quant_keep,
-                "vision_dtype: float32 needs `vision.*` in quant_keep",
-            ),
         )
         for holds, rule in rules:
             if not holds:

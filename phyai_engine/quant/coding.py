@@ -48,12 +48,10 @@ def interleaved(rows: Tensor, group: int) -> Tensor:
 
 
 def code_linear(linear: nn.Linear, seen: Seen, pairs: int) -> CodedLinear:
-    """:param seen: its operand. :param pairs: see :class:`Site`."""
+    """Of a layer without a bias. :param seen: its operand. :param pairs: see :class:`Site`."""
     weight, device = linear.weight.detach(), linear.weight.device
     centre = torch.from_numpy(seen.centre).to(device)
     bias = weight.float() @ centre
-    if linear.bias is not None:
-        bias = bias + linear.bias.detach().float()
     if pairs:
         weight, bias = interleaved(weight, pairs), interleaved(bias, pairs)
     values, scale = code_rows(weight)

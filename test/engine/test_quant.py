@@ -36,7 +36,7 @@ from phyai_engine.runner import Runner
 SIZES: dict[str, Any] = {
     "vis_mlp": 32, "width": 32, "mlp": 64, "exp_width": 32, "exp_mlp": 48, "vis_width": 16, "kv_heads": 1
 }  # fmt: skip
-KEEPS = [(), ("vision.*",), ("language.*",), ("*.qkv",), ("*.o", "*.fc?"), ("*.gate_up", "*.down"), ("*.layers.0.*",)]
+KEEPS = [(), ("*.qkv",), ("*.o",), ("*.gate_up", "*.down"), ("*.qkv", "*.o"), ("*.layers.0.*",)]
 
 
 def options(variant: str = "pi05", **changes: Any) -> PiOptions:
@@ -71,7 +71,7 @@ def test_interleaving_is_what_the_operators_undo() -> None:
 
 def test_a_coded_layer_is_the_layer_within_its_precision() -> None:
     generator = torch.Generator().manual_seed(1)
-    linear = nn.Linear(512, 64, dtype=torch.bfloat16)
+    linear = nn.Linear(512, 64, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -118,7 +118,7 @@ def test_a_coded_model_is_near_the_plain_one(variant: str, keep: tuple[str, ...]
     names = {name for name, module in model.named_modules() if isinstance(module, CodedLinear)}
     assert names == set(pi_coded.sites(coded)) and names
     error = float((velocities(model, inputs, noise) - wanted).norm() / wanted.norm())
-    assert 1e-3 < error < 0.06
+    assert 1e-3 < error < 0.05
 
 
 def test_each_coded_matrix_moves_the_answer() -> None:
@@ -169,8 +169,8 @@ def test_guidance_needs_no_coded_operator() -> None:
     velocity, pull = model.velocity_vjp(prefix, noise_of(coded), 0)
     assert torch.equal(velocity, model.velocity(prefix, noise_of(coded), 0))
     assert torch.isfinite(pull(torch.ones_like(velocity))).all()
-    with pytest.raises(EngineError, match="linear_fp8 has no backward"):
-        Tape(REFERENCE).ops.linear_fp8(None, None, None)
+    with pytest.raises(EngineError, match="gated_up_fp8 has no backward"):
+        Tape(REFERENCE).ops.gated_up_fp8(None)
 
 
 # --- calibration ---
@@ -273,8 +273,8 @@ def test_half_an_mlp_is_refused() -> None:
 
 
 def test_rows_that_are_no_multiple_of_16_bytes_are_refused() -> None:
-    coded = options(vis_mlp=24)
-    with pytest.raises(ConfigError, match=r"fc2 cannot be coded.*24 inputs.*multiple of 16"):
+    coded = options(mlp=24)
+    with pytest.raises(ConfigError, match=r"down cannot be coded.*24 inputs.*multiple of 16"):
         PiModel.from_state(coded, weights(coded))
 
 
@@ -282,7 +282,6 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_refused() -> None:
     ("changes", "said"),
     [
         ({"dtype": "float32"}, "quant needs dtype: bfloat16"),
-        ({"vision_dtype": "float32"}, "needs `vision"),
         ({"quant": "w4a4"}, "w4a4"),
     ],
 )

@@ -31,13 +31,11 @@ MOST = 4.0  # times the error of bfloat16
 WANTED = {("pi05", 3, 200): 9.0}
 # What is left in 16 bits so that one part is judged alone.
 PARTS = {
-    "vision": ("language.*",),
-    "vision qkv": ("language.*", "*.fc?"),
-    "vision mlp": ("language.*", "*.qkv"),
-    "language": ("vision.*",),
-    "language qkv": ("vision.*", "*.o", "*.gate_up", "*.down"),
-    "language o": ("vision.*", "*.qkv", "*.gate_up", "*.down"),
-    "language mlp": ("vision.*", "*.qkv", "*.o"),
+    "qkv": ("*.o", "*.gate_up", "*.down"),
+    "o": ("*.qkv", "*.gate_up", "*.down"),
+    "mlp": ("*.qkv", "*.o"),
+    "layers 0-5": ("*.[6-9].*", "*.1[0-9].*"),
+    "layers 6-17": ("*.layers.[0-5].*",),
     "all": (),
 }
 

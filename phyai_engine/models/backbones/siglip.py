@@ -9,7 +9,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from phyai_engine.layers.coded import Added, layer_norm, linear, linear_gelu, to_add
 from phyai_engine.layers.ops import Ops
 
 
@@ -64,13 +63,14 @@ class Siglip(nn.Module):
         """
         embedded = ops.linear(self._patches(images), self.patch.weight, self.patch.bias)
         x = (embedded + self.position).to(self.dtype)
-        out: Added = ()  # of the sub-layer before: the next norm adds it
+        added: tuple[Tensor, ...] = ()  # product and bias of the sub-layer before: the next norm adds them
         for layer in cast("Sequence[_Layer]", self.layers):
-            x, normed = layer_norm(ops, x, layer.layer_norm1, out, layer.qkv)
-            out = to_add(ops, self._attention(layer, normed, ops), layer.out)
-            x, normed = layer_norm(ops, x, layer.layer_norm2, out, layer.fc1)
-            out = to_add(ops, linear_gelu(ops, normed, layer.fc1, layer.fc2), layer.fc2)
-        return layer_norm(ops, x, self.post_layernorm, out, None)[1]
+            x, normed = ops.layer_norm(x, layer.layer_norm1.weight, layer.layer_norm1.bias, *added)
+            added = ops.linear(self._attention(layer, normed, ops), layer.out.weight), layer.out.bias
+            x, normed = ops.layer_norm(x, layer.layer_norm2.weight, layer.layer_norm2.bias, *added)
+            inner = ops.linear_gelu(normed, layer.fc1.weight, layer.fc1.bias)
+            added = ops.linear(inner, layer.fc2.weight), layer.fc2.bias
+        return ops.layer_norm(x, self.post_layernorm.weight, self.post_layernorm.bias, *added)[1]
 
     def _patches(self, images: Tensor) -> Tensor:
         """[N, tokens, 3 * patch**2], each patch flattened colour, row, column: the convolution as one matrix."""
@@ -79,7 +79,7 @@ class Siglip(nn.Module):
         return seen.permute(0, 2, 4, 1, 3, 5).reshape(len(images), grid * grid, -1)
 
     def _attention(self, layer: _Layer, normed: Tensor, ops: Ops) -> Tensor:
-        qkv = linear(ops, normed, layer.qkv)
+        qkv = ops.linear(normed, layer.qkv.weight, layer.qkv.bias)
         split = qkv.view(*qkv.shape[:2], 3, self.options.heads, -1)
         query, keys, values = split.permute(2, 0, 3, 1, 4)
         attended: Tensor = ops.attend(query, keys, values)
