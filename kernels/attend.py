@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from phyai_kernels.products import fetch, launch_options, overlaps, requests
+from phyai_kernels.products_fp8 import check_code, coded
+from phyai_kernels.reference import FP8, Code
 from phyai_kernels.tiles import (
     INTERPRETED,
     WAVE,
@@ -117,6 +119,8 @@ def _attend(
     mixed,
     peaks,
     sums,
+    centre,
+    inverse,
     columns,
     span,
     queries,
@@ -132,13 +136,15 @@ def _attend(
     BLOCK_N: tl.constexpr,
     LIMITED: tl.constexpr,
     MERGE: tl.constexpr,
+    CODE: tl.constexpr,
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """One tile of packed queries (row r is query r % queries of head r // queries) over one span of columns.
 
-    ``mixed`` receives the result, or with MERGE the sums of this span, beside their peaks and weights.
+    ``mixed`` receives the result, with CODE as e4m3, or with MERGE the sums of this span, beside their peaks and
+    weights.
     ``query_at``, ``key_at`` and ``value_at`` are strides: of the batch, the heads, and the queries or columns.
     """
     pair = tl.program_id(2).to(tl.int64)  # row of the batch and K/V head
@@ -178,7 +184,12 @@ def _attend(
     else:
         place = (batch * queries + row % queries) * (kv_heads * group) + head
         result = (summed / weight[:, None]).to(asked.dtype)
-        tl.store(mixed + place[:, None] * DIM + depth[None, :], result, mask=held)
+        to = mixed + place[:, None] * DIM + depth[None, :]
+        if CODE:
+            middle = tl.load(centre + head[:, None] * DIM + depth[None, :], mask=held, other=0.0)
+            tl.store(to, coded(result.to(tl.float32), middle, inverse), mask=held)
+        else:
+            tl.store(to, result, mask=held)
 
 
 @triton.jit(do_not_specialize=["spans", "queries"])
@@ -187,6 +198,8 @@ def _merge(
     peaks,
     sums,
     mixed,
+    centre,
+    inverse,
     spans,
     queries,
     group,
@@ -194,6 +207,7 @@ def _merge(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CODE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One packed query: the sums of all spans, each brought to the highest peak."""
@@ -215,18 +229,24 @@ def _merge(
     result = tl.sum(summed * share[:, None], axis=0) / weight
     head = pair % kv_heads * group + row // queries
     place = (pair // kv_heads * queries + row % queries) * (kv_heads * group) + head
-    tl.store(mixed + place * DIM + depth, result.to(mixed.dtype.element_ty), mask=depth < DIM)
+    if CODE:
+        middle = tl.load(centre + head * DIM + depth, mask=depth < DIM, other=0.0)
+        tl.store(mixed + place * DIM + depth, coded(result, middle, inverse), mask=depth < DIM)
+    else:
+        tl.store(mixed + place * DIM + depth, result.to(mixed.dtype.element_ty), mask=depth < DIM)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None, code: Code | None = None
+) -> Tensor:
     """See :func:`phyai_kernels.reference.attend`. All may be views whose last axis is contiguous.
 
-    A length beyond the slab counts as the slab's.
+    A length beyond the slab counts as the slab's. With ``code`` the result is coded.
 
     :raises ValueError: as tiles.check_launch; sizes or dtypes that do not fit, heads wider than 256, a last axis with
         gaps.
     """
-    check_launch(query, keys, values)
+    check_launch(query, keys, values, *(code or ()))
     batch, heads, _, dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     if dim > WIDEST:
@@ -241,9 +261,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None =
     last_axis_is_dense(query=query, keys=keys, values=values)
     if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != torch.int64):
         raise ValueError(f"lengths must be [{batch}] int64: got {tuple(lengths.shape)} {lengths.dtype}")
-    if lengths is None and query.dtype == torch.bfloat16 and not INTERPRETED:
+    if lengths is None and code is None and query.dtype == torch.bfloat16 and not INTERPRETED:
         return _by_torch(query, keys, values)
-    return _launch(query, keys, values, lengths if lengths is None else lengths.contiguous())
+    return _launch(query, keys, values, lengths if lengths is None else lengths.contiguous(), code)
 
 
 def _by_torch(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -254,7 +274,7 @@ def _by_torch(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None) -> Tensor:
+def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None, code: Code | None) -> Tensor:
     batch, heads, queries, dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     group, pairs = heads // kv_heads, batch * kv_heads
@@ -262,7 +282,9 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
     itemsize = query.element_size()
     cut = plan(packed, pairs, columns, dim, itemsize=itemsize, chip=chip_bytes(query.device))
     spans = triton.cdiv(columns, cut.span)
-    out = torch.empty((batch, queries, heads * dim), dtype=query.dtype, device=query.device)
+    dtype = query.dtype if code is None else FP8
+    centre, inverse = (None, None) if code is None else check_code(code, heads * dim)
+    out = torch.empty((batch, queries, heads * dim), dtype=dtype, device=query.device)
     if spans == 1:
         partial, peaks, sums = out, None, None
     else:
@@ -278,6 +300,8 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
         partial,
         peaks,
         sums,
+        centre,
+        inverse,
         columns,
         cut.span,
         queries,
@@ -292,6 +316,7 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
         BLOCK_N=cut.columns,
         LIMITED=lengths is not None,
         MERGE=spans > 1,
+        CODE=code is not None,
         CHUNKS=min(requests(slab, dim * itemsize, cut.columns, cut.warps) for slab in (keys, values)),
         **overlap,
         DOT=dot_type(query.dtype),
@@ -304,12 +329,15 @@ def _launch(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None)
             peaks,
             sums,
             out,
+            centre,
+            inverse,
             spans,
             queries,
             group,
             kv_heads,
             **sizes,
             BLOCK_S=block(spans, largest=WAVE),
+            CODE=code is not None,
             **overlap,
             num_warps=4,
         )

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 EPS = 1e-6  # every norm of the pi family (SigLIP LayerNorm, Gemma RMSNorm, adaRMS)
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = 448.0
 
 
 class Norm(NamedTuple):
@@ -237,3 +239,95 @@ def stack(
         inner = ops.gated_up(normed, layer.gate_up)
         x, normed = ops.linear_norm(inner, layer.down, x, behind.scale, behind.shift, between.gate)
     return normed
+
+
+# --- products of eight bits ---
+#
+# A coded tensor is e4m3: numbers of 8 bits that stand for (x - centre) * inverse, with a ``code`` of two, ``centre``
+# [K] fp32, a constant per input, and ``inverse`` [] fp32. A coded weight has a scale per row. A product of both is
+# multiplied with ``factor`` [N] fp32, that scale over the inverse, and ``bias`` [N] fp32 is added, weight times centre.
+# An operator codes its result with the code of the matrix that reads it.
+
+Code = tuple[Tensor, Tensor]
+
+
+def encode_fp8(x: Tensor, code: Code) -> Tensor:
+    """(x - centre) * inverse as e4m3: rounded to the nearest, held within 448; a NaN stays one. :param x: [..., K]."""
+    centre, inverse = code
+    return ((x.float() - centre) * inverse).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+
+
+def halves_of_pairs(x: Tensor, width: int) -> Tensor:
+    """Columns (0, w/2, 1, w/2 + 1, ...) of each group of ``width`` back in order. :param x: [..., groups * width]."""
+    grouped = x.unflatten(-1, (-1, width // 2, 2))
+    return grouped.transpose(-1, -2).flatten(-3)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor) -> Tensor:
+    """(x @ weight.T) * factor + bias in bfloat16, summed, scaled and added in fp32.
+
+    :param x: [..., K] coded. :param weight: [N, K] coded. :param factor: [N] fp32. :param bias: [N].
+    """
+    return (functional.linear(x.float(), weight.float()) * factor + bias.float()).to(torch.bfloat16)
+
+
+def gated_up_fp8(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, code: Code) -> Tensor:
+    """``gated_up`` of coded operands, coded.
+
+    :param x: [..., K] coded. :param weight: [2F, K] coded, rows in turn of gate and up; ``factor`` and ``bias`` [2F]
+        likewise. :return: [..., F] e4m3
+    """
+    gate_up = linear_fp8(x, weight, factor, bias)
+    return encode_fp8(gelu_mul(halves_of_pairs(gate_up, gate_up.shape[-1]).float()), code)
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, code: Code) -> Tensor:
+    """``rms_norm`` without a residual add, coded. :param x: [..., D]."""
+    return encode_fp8(rms_norm(x, weight)[1], code)
+
+
+def linear_norm_fp8(
+    x: Tensor,
+    weight: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    stream: Tensor,
+    scale: Tensor,
+    code: Code | None,
+) -> tuple[Tensor, Tensor]:
+    """``linear_norm``, neither gated nor shifted, with coded operands, a coded result, or both.
+
+    :param x, weight: [..., K] and [N, K], coded with ``factor`` and ``bias``; as they are where both are None.
+    :param code: of the normed form; None leaves it as it is.
+    :return: the new residual stream, and its normed form, e4m3 where ``code`` is given.
+    """
+    coded = factor is not None and bias is not None
+    out = linear_fp8(x, weight, factor, bias) if coded else linear(x, weight)
+    stream, normed = rms_norm(stream, scale, out.to(stream.dtype))
+    return stream, normed if code is None else encode_fp8(normed, code)
+
+
+def project_rotate_fp8(
+    x: Tensor,
+    weight: Tensor,
+    factor: Tensor,
+    bias: Tensor,
+    table: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    heads: int,
+) -> Tensor:
+    """``project_rotate`` of coded operands.
+
+    :param x: [B, S, K] coded. :param weight: [(heads + 2 kv) * D, K] coded; of each head the rows (0, D/2, 1, ...):
+        a rotary pair stands together; ``factor`` and ``bias`` likewise.
+    :return: as ``split_rotate``
+    """
+    qkv = halves_of_pairs(linear_fp8(x, weight, factor, bias), keys.shape[3])
+    return split_rotate(qkv.to(keys.dtype), table, keys, values, start, heads)
+
+
+def attend_fp8(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, code: Code) -> Tensor:
+    """``attend``, coded. :return: [B, Q, heads*D] e4m3"""
+    return encode_fp8(attend(query, keys, values, lengths), code)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from phyai_kernels.reference import EPS
+from phyai_kernels.products import launch_options, overlaps
+from phyai_kernels.products_fp8 import check_code, coded
+from phyai_kernels.reference import EPS, FP8, Code
 from phyai_kernels.tiles import block, check_launch
 from torch import Tensor
 
@@ -24,6 +26,10 @@ def _norm_row(
     gate,
     scale,
     shift,
+    centre,
+    inverse,
+    factor,
+    bias,
     total,
     normed,
     width,
@@ -31,27 +37,44 @@ def _norm_row(
     ADD: tl.constexpr,
     GATE: tl.constexpr,
     SHIFT: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift."""
+    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift, with CODE as e4m3.
+
+    With SCALE ``out`` is a coded product, to be multiplied with a factor, and a bias added.
+    """
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
+    gain = 1.0 + tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:  # the vectors are nobody's result
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row + column, mask=inside, other=0.0)
     if ADD:
         dtype = value.dtype
         added = tl.load(out + row + column, mask=inside, other=0.0).to(tl.float32)
+        if SCALE:
+            added = added * tl.load(factor + column, mask=inside, other=0.0)
+            added = (added + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         if GATE:  # rounded where the reference rounds: the gate, then the product
             opened = tl.load(gate + column, mask=inside, other=0.0).to(dtype)
             added = (opened.to(tl.float32) * added).to(dtype).to(tl.float32)
         value = (value.to(tl.float32) + added).to(dtype)
         tl.store(total + row + column, value, mask=inside)
     wide = value.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    result = wide * inverse * (1.0 + tl.load(scale + column, mask=inside, other=0.0).to(tl.float32))
+    result = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps) * gain
     if SHIFT:
         result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row + column, result.to(value.dtype), mask=inside)
+    result = result.to(value.dtype)
+    if CODE:
+        middle = tl.load(centre + column, mask=inside, other=0.0)
+        tl.store(normed + row + column, coded(result.to(tl.float32), middle, inverse), mask=inside)
+    else:
+        tl.store(normed + row + column, result, mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -63,10 +86,20 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tens
 
 
 def norm_rows(
-    x: Tensor, scale: Tensor, shift: Tensor | None, out: Tensor | None, gate: Tensor | None
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    out: Tensor | None,
+    gate: Tensor | None,
+    code: Code | None = None,
+    scaling: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's."""
-    check_launch(x, scale, shift, out, gate)
+    """Both norms of the family: ``shift`` and ``gate`` are the adaptive one's.
+
+    :param code: of the normed form; None leaves it as it is. :param scaling: factor and bias [width], of ``out``, which
+        is a coded product.
+    """
+    check_launch(x, scale, shift, out, gate, *(code or ()), *(scaling or ()))
     width = x.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} are too long for one program, the longest is {WIDEST}")
@@ -77,7 +110,7 @@ def norm_rows(
         raise ValueError(f"out must be like x: got {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}")
     x = x.contiguous()
     out = None if out is None else out.contiguous()
-    normed = torch.empty_like(x)
+    normed = torch.empty_like(x, dtype=x.dtype if code is None else FP8)
     total = x if out is None else torch.empty_like(x)
     size = block(width, largest=WIDEST)
     _norm_row[(x.numel() // width,)](
@@ -86,6 +119,8 @@ def norm_rows(
         vectors[2],
         vectors[0],
         vectors[1],
+        *((None, None) if code is None else check_code(code, width)),
+        *(scaling or (None, None)),
         total,
         normed,
         width,
@@ -93,8 +128,12 @@ def norm_rows(
         ADD=out is not None,
         GATE=gate is not None,
         SHIFT=shift is not None,
+        CODE=code is not None,
+        SCALE=scaling is not None,
         BLOCK=size,
+        OVERLAP=overlaps(x.device),
         num_warps=min(max(size // 256, 1), 16),
         enable_fp_fusion=False,  # or product and sum become one bf16 instruction that rounds once
+        **launch_options(x.device),
     )
     return total, normed

@@ -163,6 +163,26 @@ def tune(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a yaml that names one.")],
+    robot: Annotated[str, typer.Option("--robot", metavar="ROBOT", help="Of the synthetic observations.")] = "",
+    recording: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of a policy node: its observations instead.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Observations.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.npz", help="Default: in the checkpoint's folder.")
+    ] = None,
+) -> None:
+    """Measure the activations that `quant` needs the scales of, and write them beside the weights."""
+    with readable_errors():
+        from phyai_engine.quant.command import calibrate_command  # noqa: PLC0415 - torch
+
+        code = calibrate_command(model, robot, recording, n, out)
+    raise typer.Exit(code)
+
+
+@app.command()
 def inspect(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, or a model file that names one.")],
     robot: Annotated[

@@ -39,21 +39,16 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "split_rotate": ("batch", "tokens", "heads", "kv_heads", "head_dim", "columns"),  # columns of the K/V slab
     "attend": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
     "stack": ("batch", "tokens", "width", "inner", "heads", "kv_heads", "head_dim", "columns"),  # inner: the MLP's
+    "rms_norm_fp8": ("rows", "width"),
+    "linear_norm_fp8": ("rows", "inputs", "outputs"),
+    "gated_up_fp8": ("rows", "inputs", "outputs"),
+    "project_rotate_fp8": ("batch", "tokens", "inputs", "heads", "kv_heads", "head_dim", "columns"),
+    "attend_fp8": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
 }
 
 # Operator -> kind -> module whose function of the operator's name is a candidate, best first. Imported when asked for.
 CANDIDATES: Mapping[str, Mapping[str, str]] = {
-    "rms_norm": {"triton": "phyai_kernels.rms_norm"},
-    "ada_rms_norm": {"triton": "phyai_kernels.ada_rms_norm"},
-    "layer_norm": {"triton": "phyai_kernels.layer_norm"},
-    "gelu_mul": {"triton": "phyai_kernels.gelu_mul"},
-    "linear": {"triton": "phyai_kernels.linear"},
-    "linear_gelu": {"triton": "phyai_kernels.linear_gelu"},
-    "linear_norm": {"triton": "phyai_kernels.linear_norm"},
-    "gated_up": {"triton": "phyai_kernels.gated_up"},
-    "project_rotate": {"triton": "phyai_kernels.project_rotate"},
-    "split_rotate": {"triton": "phyai_kernels.split_rotate"},
-    "attend": {"triton": "phyai_kernels.attend"},
+    **{op: {"triton": f"phyai_kernels.{op}"} for op in DIMS},
     "stack": {"cuda": "phyai_kernels.stack"},
 }
 
@@ -84,16 +79,20 @@ class OpShape:
         return f"{sizes}, {str(self.dtype).removeprefix('torch.')}"
 
 
+_PRODUCTS = [op for op, dims in DIMS.items() if dims == DIMS["linear"] and "gated" not in op]
+_NORMS = ("rms_norm", "ada_rms_norm", "layer_norm", "rms_norm_fp8")
 _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
-    **dict.fromkeys(
-        ("linear", "linear_gelu", "linear_norm"), lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0])
-    ),
-    **dict.fromkeys(("rms_norm", "ada_rms_norm", "layer_norm"), lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
+    **dict.fromkeys(_PRODUCTS, lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0])),
+    **dict.fromkeys(_NORMS, lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
     "gelu_mul": lambda x: (x[..., 0].numel(), x.shape[-1] // 2),
     "gated_up": lambda x, w: (x[..., 0].numel(), w.shape[1], w.shape[0] // 2),
     "project_rotate": lambda x, w, table, k, v, start, heads: (*x.shape, heads, k.shape[1], k.shape[3], k.shape[2]),
     "split_rotate": lambda x, table, k, v, start, heads: (*x.shape[:2], heads, k.shape[1], k.shape[3], k.shape[2]),
-    "attend": lambda q, k, v, lengths=None: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3]),
+    "gated_up_fp8": lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0] // 2),
+    "project_rotate_fp8": lambda x, w, f, b, t, k, v, s, heads: (*x.shape, heads, k.shape[1], k.shape[3], k.shape[2]),
+    **dict.fromkeys(
+        ("attend", "attend_fp8"), lambda q, k, v, *_: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+    ),
     "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None: (
         *x.shape,
         w[0].down.shape[1],
@@ -156,6 +155,11 @@ class Ops:
     split_rotate: Callable[..., Tensor] = reference.split_rotate
     attend: Callable[..., Tensor] = reference.attend
     stack: Callable[..., Tensor] = reference.stack  # calls the others, as it is given them
+    rms_norm_fp8: Callable[..., Tensor] = reference.rms_norm_fp8
+    linear_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = reference.linear_norm_fp8
+    gated_up_fp8: Callable[..., Tensor] = reference.gated_up_fp8
+    project_rotate_fp8: Callable[..., Tensor] = reference.project_rotate_fp8
+    attend_fp8: Callable[..., Tensor] = reference.attend_fp8
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -16,6 +16,10 @@ from torch import Tensor
 # Allowed |error| as a part of the largest expected value. bfloat16 rounds to 2**-9 of a value, and again where the
 # reference rounds an intermediate; float32 leaves another order of long sums (16384 products in the widest projection).
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
+# Eight bits round to 2**-4 of a value, and another rounding before them moves one value in thirty by a whole step:
+# their error is that of all values together, |candidate - reference| over |reference|, 1.3e-2 where all is well. As a
+# part of the other tolerance, so that there is one error to compare.
+_CODED = TOLERANCES[torch.bfloat16] / 4e-2
 
 
 def largest_error(
@@ -32,13 +36,20 @@ def largest_error(
             wanted = _results(op, getattr(reference, op), _map(args, _widen))
             found = _results(op, candidate, _map(args, torch.clone))
             for value, expected in zip(found, wanted, strict=True):
-                if value.shape != expected.shape or value.dtype != dtype:
+                wanted_dtype = expected.dtype if expected.dtype == reference.FP8 else dtype
+                if value.shape != expected.shape or value.dtype != wanted_dtype:
                     return float("inf")
                 if not expected.numel():  # no query heads
                     continue
-                error = (value.float() - expected).abs().nan_to_num(nan=float("inf")).max() / expected.abs().max()
-                worst = max(worst, float(error))
+                worst = max(worst, _error(value, expected.float()))
     return worst
+
+
+def _error(value: Tensor, expected: Tensor) -> float:
+    apart = (value.float() - expected).nan_to_num(nan=float("inf"))
+    if value.dtype == reference.FP8:
+        return float(apart.norm() / expected.norm()) * _CODED
+    return float(apart.abs().max() / expected.abs().max())
 
 
 def cases(op: str, dtype: torch.dtype, dims: Sequence[int], device: torch.device) -> Iterator[tuple[Any, ...]]:
@@ -57,6 +68,10 @@ class _Draw:
 
     def wide(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device) * scale
+
+    def coded(self, *shape: int) -> Tensor:
+        """Within the range and with its largest value, 448."""
+        return (self.wide(*shape) * 100).clamp(-448, 448).to(reference.FP8)
 
     def columns(self, batch: int, low: int, high: int) -> Tensor:
         """[batch] int64 in [low, high]."""
@@ -158,6 +173,49 @@ def _stack(
     yield draw.x(batch, tokens, width), weights, tuple(Norm(*vectors) for vectors in adaptive), *rest
 
 
+def _coded_product(draw: _Draw, rows: int, inputs: int, outputs: int) -> tuple[Tensor, ...]:
+    """Operands, factor and bias of a product near 1."""
+    x, weight = draw.coded(rows, inputs), draw.coded(outputs, inputs)
+    factor = draw.wide(outputs).abs().add(0.5) * (1e-4 * inputs**-0.5)
+    x[:, -1] = 448.0  # or losing the last of many products would pass as rounding
+    weight[:, -1] = 448.0
+    return x, weight, factor, draw.wide(outputs)
+
+
+def _code(draw: _Draw, width: int) -> tuple[Tensor, Tensor]:
+    return draw.wide(width), draw.wide().abs() + 30
+
+
+def _rms_norm_fp8(draw: _Draw, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    yield draw.x(rows, width), draw.wide(width), _code(draw, width)
+
+
+def _linear_norm_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    x, weight, stream, scale = next(_linear_norm(draw, rows, inputs, outputs))
+    code = _code(draw, outputs)
+    yield x, weight, None, None, stream, scale, code
+    yield *_coded_product(draw, rows, inputs, outputs), stream, scale, None
+    yield *_coded_product(draw, rows, inputs, outputs), stream, scale, code
+
+
+def _gated_up_fp8(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    yield *_coded_product(draw, rows, inputs, 2 * outputs), _code(draw, outputs)
+
+
+def _project_rotate_fp8(
+    draw: _Draw, batch: int, tokens: int, inputs: int, heads: int, kv_heads: int, dim: int, columns: int
+) -> Iterator[tuple[Any, ...]]:
+    for qkv, *rest, count in _split_rotate(draw, batch, tokens, heads, kv_heads, dim, columns):
+        x, *others = _coded_product(draw, batch * tokens, inputs, qkv.shape[-1])
+        yield x.view(batch, tokens, inputs), *others, *rest, count
+
+
+def _attend_fp8(
+    draw: _Draw, batch: int, heads: int, kv_heads: int, queries: int, columns: int, dim: int
+) -> Iterator[tuple[Any, ...]]:
+    yield *list(_attend(draw, batch, heads, kv_heads, queries, columns, dim))[-1], _code(draw, heads * dim)
+
+
 _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "rms_norm": _rms_norm,
     "ada_rms_norm": _ada_rms_norm,
@@ -171,11 +229,16 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "split_rotate": _split_rotate,
     "attend": _attend,
     "stack": _stack,
+    "rms_norm_fp8": _rms_norm_fp8,
+    "linear_norm_fp8": _linear_norm_fp8,
+    "gated_up_fp8": _gated_up_fp8,
+    "project_rotate_fp8": _project_rotate_fp8,
+    "attend_fp8": _attend_fp8,
 }
 
 
 # Operator -> where its arguments hold the slabs of keys and values that it writes into.
-_SLABS = {"split_rotate": 2, "project_rotate": 3, "stack": 3}
+_SLABS = {"split_rotate": 2, "project_rotate": 3, "project_rotate_fp8": 5, "stack": 3}
 
 
 def _widen(tensor: Tensor) -> Tensor:

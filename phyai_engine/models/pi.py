@@ -29,6 +29,7 @@ from phyai_engine.layers.tape import Tape
 from phyai_engine.models import pi_compact
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
+from phyai_engine.models.pi_coded import check_device, code, coded_shapes
 from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.types import BufferSpec, ModelSpec
@@ -103,7 +104,7 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
         heads += [(o.exp_width, o.exp_width)]
         shapes += _linears(1, torch.float32, (o.action_dim, o.exp_width))
     shapes += _linears(o.action_horizon, torch.float32, *heads)
-    return list(dict.fromkeys(shapes))
+    return list(dict.fromkeys((*shapes, *coded_shapes(options))))
 
 
 def _linears(rows: int, dtype: torch.dtype, *sizes: tuple[int, int]) -> list[OpShape]:
@@ -172,6 +173,7 @@ class PiModel(nn.Module):
         if options.variant != config.family:
             raise ConfigError("options.variant contradicts the family", got=options.variant, wanted=config.family)
         device = device_of(config.device)
+        check_device(options, device)
         if not config.checkpoint:
             return cls.random(options, config.seed, device=device)
         folder, table = Path(config.checkpoint), places(options)
@@ -179,7 +181,7 @@ class PiModel(nn.Module):
         names = canonical(stored, where=folder)
         check_tensors(((names[own], stored[own]) for own in names), cls.expected(options), where=folder)
         read = {own: name for own, name in names.items() if table[name].read}
-        return cls._filled(options, stream_tensors(folder, read), table, device, where=folder)
+        return cls._filled(options, stream_tensors(folder, read), table, device, where=folder, checkpoint=folder)
 
     @classmethod
     def from_state(
@@ -217,8 +219,12 @@ class PiModel(nn.Module):
         device: torch.device,
         *,
         where: object,
+        checkpoint: Path | None = None,
     ) -> PiModel:
-        """Allocate the merged parameters, then write into them what comes, tensor by tensor."""
+        """Allocate the merged parameters, then write into them what comes, tensor by tensor.
+
+        :param checkpoint: the folder they come from; what else belongs to them lies there.
+        """
         with torch.device("meta"):
             model = cls(options)
         size = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) / 2**30
@@ -239,6 +245,8 @@ class PiModel(nn.Module):
             own[name].copy_(tensor)
         own["embedding"].mul_(options.width**0.5)  # rounded once, as a product with the looked-up row would be
         model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
+        if options.quant != "none":
+            code(model, checkpoint)
         model.ops = load_ops(options.kernels, device=device, shapes=op_shapes(options, model.dtype))
         if options.variant == "pi05" and model.ops.stack is not reference.stack:
             model.moved = model.moved_shifts()

@@ -26,6 +26,11 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param min_period, max_period: of the time embedding's sinusoids, in flow time.
     :param kernels: which operators run: layers/ops.py.
     :param graphs: ``auto`` captures CUDA graphs on an accelerator at load, ``none`` never.
+    :param quant: a scheme of quant/schemes.py for the prefix stack's matrices. Nothing else is coded: it costs the
+        vision tower time and the expert precision (LOG.md).
+    :param quant_keep: patterns of matrices that stay as they are, such as ``language.layers.[0-5].qkv``.
+    :param quant_scales: file of ``phyai calibrate``; empty: the one in the checkpoint's folder, and random weights are
+        calibrated at load.
     :param prompt_buckets: prompt lengths that graphs are captured for, beside ``prompt_len``; a prompt takes the next.
     """
 
@@ -61,6 +66,9 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     min_period: Positive = 4e-3
     max_period: Positive = 4.0
     kernels: Literal["auto", "triton", "reference"] = "auto"
+    quant: Literal["none", "w8a8_fp8"] = "none"
+    quant_keep: tuple[str, ...] = ()
+    quant_scales: str = ""
     graphs: Literal["auto", "none"] = "auto"
     prompt_buckets: tuple[Count, ...] = (16, 48, 96)
 
@@ -76,6 +84,7 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             (self.image_size >= self.patch, "image_size must be at least one patch"),
             (len(set(self.cameras)) == len(self.cameras), "cameras must differ"),
             (self.min_period < self.max_period, "min_period must be below max_period"),
+            (self.quant == "none" or self.dtype == "bfloat16", "quant needs dtype: bfloat16"),
         )
         for holds, rule in rules:
             if not holds:

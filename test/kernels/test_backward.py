@@ -96,9 +96,10 @@ def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 
 def test_every_operator_has_its_rule() -> None:
-    single = set(OPERATORS) - {"stack"}  # made of the others
-    assert set(RULES) == single
-    assert {name for name in OPERATORS if hasattr(backward, name)} == single
+    """Those of coded matrices have none: no action head calls them. ``stack`` is made of the others."""
+    called = {name for name in OPERATORS if not name.endswith("_fp8")} - {"stack"}
+    assert set(RULES) == called
+    assert {name for name in OPERATORS if hasattr(backward, name)} == called
 
 
 @pytest.mark.parametrize("dtype", ALLOWED, ids=["fp32", "bf16"])

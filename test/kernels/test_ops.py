@@ -38,6 +38,11 @@ SHAPES = [
     OpShape("split_rotate", torch.bfloat16, (2, 3, 4, 1, 16, 9)),
     OpShape("attend", torch.float32, (2, 4, 1, 3, 20, 16)),
     OpShape("stack", torch.float32, (2, 3, 40, 24, 4, 1, 16, 9)),
+    OpShape("rms_norm_fp8", torch.bfloat16, (3, 40)),
+    OpShape("linear_norm_fp8", torch.bfloat16, (3, 48, 24)),
+    OpShape("gated_up_fp8", torch.bfloat16, (3, 48, 24)),
+    OpShape("project_rotate_fp8", torch.bfloat16, (2, 3, 48, 4, 1, 16, 9)),
+    OpShape("attend_fp8", torch.bfloat16, (2, 4, 1, 3, 20, 16)),
 ]
 IN_TRITON = [op for op in OPERATORS if "triton" in ops.CANDIDATES[op]]
 
@@ -57,7 +62,8 @@ def choice(op: str, kind: Any = "triton", device: torch.device = CPU) -> tuple[A
 
 
 def test_operators_references_kernels_and_tables_are_the_same_set() -> None:
-    files = {path.stem for path in KERNELS.glob("*.py")} - {"reference", "backward", "tiles", "products", "hopper"}
+    shared = {"reference", "backward", "tiles", "products", "products_fp8", "hopper"}
+    files = {path.stem for path in KERNELS.glob("*.py")} - shared
     assert files <= set(OPERATORS), "a kernel file without a field of Ops"
     assert {op for op, kinds in ops.CANDIDATES.items() if kinds} == files
     assert set(ops.CANDIDATES) == set(ops.DIMS) == set(OPERATORS)
@@ -186,7 +192,8 @@ def test_what_varies_between_requests_compiles_nothing_new() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     script = """
 import importlib
-for name in ("attend", "split_rotate", "linear", "linear_norm", "gated_up", "project_rotate"):
+names = ("attend", "split_rotate", "linear", "linear_norm", "gated_up", "project_rotate", "project_rotate_fp8")
+for name in (*names, "products_fp8"):
     module = importlib.import_module(f"phyai_kernels.{name}")
     for kernel in (kernel for kernel in vars(module).values() if hasattr(kernel, "params")):
         varying = {"columns", "queries", "spans", "tokens", "rows"}
@@ -196,8 +203,13 @@ for name in ("attend", "split_rotate", "linear", "linear_norm", "gated_up", "pro
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     kernels = [line.split() for line in done.stdout.splitlines()]
     names = {"_add_spans", "_attend", "_linear", "_merge", "_split_rotate", "_add_norm", "_gated_up", "_project_rotate"}
+    names |= {"_product_fp8", "_project_rotate_fp8"}
     assert {name for name, *_ in kernels} >= names
-    inner = {"_sum_columns", "product"}  # called by kernels, never launched: their arguments are what the caller has
+    inner = {
+        "_sum_columns",
+        "product",
+        "sum_tile",
+    }  # called by kernels, never launched: their arguments are what the caller has
     wrong = [kernel for kernel in kernels if len(kernel) > 1 and kernel[0] not in inner]
     assert not wrong, "a varying number is specialized"
 

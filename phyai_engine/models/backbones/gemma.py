@@ -14,6 +14,8 @@ import torch
 from phyai_kernels.reference import LayerWeights, Norm
 from torch import Tensor, nn
 
+from phyai_engine.layers import coded
+from phyai_engine.layers.coded import is_coded
 from phyai_engine.layers.ops import Ops
 from phyai_engine.layers.rotary import Rotary
 
@@ -118,6 +120,9 @@ class GemmaStack(nn.Module):
         :param x: [B, S, width].
         """
         last = self.options.depth - 1
+        if any(is_coded(*layer.children()) for layer in self.layers):
+            self._fill_coded(x, span, norms, ops)
+            return
         normed = self._run(last, x, span, norms, ops)
         weight = self._at(last).qkv.weight[-2 * self.options.kv_heads * self.options.head_dim :]
         ops.project_rotate(normed, weight, span.rotary, span.keys[last], span.values[last], span.start, 0)
@@ -129,6 +134,21 @@ class GemmaStack(nn.Module):
         slab = span.keys, span.values, span.start, span.lengths
         normed: Tensor = ops.stack(x, weights, found, *slab, span.rotary, self.options.heads, ops)
         return normed
+
+    def _fill_coded(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> None:
+        """``fill`` of a stack with coded matrices. Its norms are plain, and it ends at K and V."""
+        scales = [norms(index).scale for index in range(2 * self.options.depth - 1)]
+        normed = coded.rms_norm(ops, x, scales[0], self._at(0).qkv)
+        for i, layer in enumerate(cast("Sequence[_Layer]", self.layers)):
+            slabs, last = (span.keys[i], span.values[i]), i + 1 == self.options.depth
+            heads = 0 if last else self.options.heads
+            query = coded.project_rotate(ops, normed, layer.qkv, span.rotary, *slabs, span.start, heads)
+            if last:
+                return
+            mixed = coded.attend(ops, query, *slabs, span.lengths, layer.o)
+            x, normed = coded.linear_norm(ops, mixed, layer.o, x, scales[2 * i + 1], layer.gate_up)
+            inner = coded.gated_up(ops, normed, layer.gate_up, layer.down)
+            x, normed = coded.linear_norm(ops, inner, layer.down, x, scales[2 * i + 2], self._at(i + 1).qkv)
 
     def _at(self, index: int) -> _Layer:
         return cast("Sequence[_Layer]", self.layers)[index]

@@ -1,0 +1,117 @@
+"""The operators of coded operands: each equals its reference at odd sizes, and codes as the format says."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from phyai_kernels import reference
+from torch import Tensor
+
+from phyai_engine.layers.self_check import TOLERANCES, cases, largest_error
+
+# Operator -> sizes, in the order of ops.DIMS; nothing is a multiple of a tile in most.
+SIZES: dict[str, list[tuple[int, ...]]] = {
+    "rms_norm_fp8": [(3, 40), (5, 1000)],
+    "linear_norm_fp8": [(3, 48, 24), (70, 144, 40)],
+    "gated_up_fp8": [(3, 48, 24), (70, 144, 150)],
+    "project_rotate_fp8": [(2, 3, 48, 4, 1, 16, 9), (1, 70, 32, 2, 2, 24, 80), (1, 1, 16, 1, 1, 2, 1)],
+    "attend_fp8": [(2, 4, 1, 3, 20, 16), (1, 2, 1, 40, 300, 24)],
+}
+CALLS = [(op, size) for op, sizes in SIZES.items() for size in sizes]
+
+
+def kernel(op: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(f"phyai_kernels.{op}"), op)
+    return function
+
+
+@pytest.mark.parametrize(("op", "size"), CALLS, ids=str)
+def test_it_is_the_reference(device: torch.device, op: str, size: tuple[int, ...]) -> None:
+    allowed = TOLERANCES[torch.bfloat16] * (1 if device.type == "cuda" else 2)  # the interpreter cuts bfloat16 off
+    error = largest_error(op, torch.bfloat16, size, kernel(op), device)
+    assert error <= allowed, f"{op} {size}: {error}"
+
+
+@pytest.mark.parametrize("op", ["gated_up_fp8", "linear_norm_fp8"])
+def test_the_last_input_counts(op: str) -> None:
+    def blind(x: Tensor, weight: Tensor, *rest: Any) -> Any:
+        return getattr(reference, op)(x[..., :-1], weight[:, :-1], *rest)
+
+    assert largest_error(op, torch.bfloat16, (3, 4096, 24), blind, torch.device("cpu")) > TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (449.0, 448.0),
+        (-1e30, -448.0),
+        (float("inf"), 448.0),
+        (0.0, 0.0),
+        (2.0**-9, 2.0**-9),
+        (17.1, 18.0),
+        (16.9, 16.0),
+    ],
+)
+def test_what_is_out_of_range_is_held_at_the_largest(device: torch.device, value: float, wanted: float) -> None:
+    """rms_norm_fp8 of a row whose normed value is 1 everywhere: what is coded is the gain."""
+    x, one = torch.ones((1, 4), device=device), torch.ones((), device=device)
+    coded = kernel("rms_norm_fp8")(
+        x, torch.full((4,), value - 1.0, device=device), (torch.zeros(4, device=device), one)
+    )
+    assert reference.encode_fp8(torch.tensor(value), (one.cpu() * 0, one.cpu())).float() == pytest.approx(
+        wanted, abs=1e-6
+    )
+    assert coded.float().tolist() == [[pytest.approx(wanted, rel=1e-3, abs=2e-3)] * 4]
+
+
+@pytest.mark.parametrize("op", ["rms_norm_fp8", "gated_up_fp8", "attend_fp8"])
+def test_a_nan_stays_one(device: torch.device, op: str) -> None:
+    """Or a broken observation would become the largest number, and an action."""
+    args = next(cases(op, torch.bfloat16, SIZES[op][-1], device))
+    broken = args[0].float()
+    broken.view(-1)[0] = float("nan")
+    # The interpreter's e4m3 has no NaN.
+    function = getattr(reference, op) if device.type == "cpu" else kernel(op)
+    out = function(broken.to(args[0].dtype), *args[1:]).float()
+    assert out.isnan().any() and not out.isnan().all()
+
+
+def test_rows_of_a_pair_stand_together() -> None:
+    columns = torch.arange(12)
+    assert reference.halves_of_pairs(columns, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
+
+
+def test_a_code_takes_the_centre_off_first() -> None:
+    x, centre = torch.tensor([[3.0, -1.0], [4.0, 7.0]]), torch.tensor([3.0, -1.0])
+    assert reference.encode_fp8(x, (centre, torch.tensor(2.0))).float().tolist() == [[0.0, 0.0], [2.0, 16.0]]
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    gated_up = kernel("gated_up_fp8")
+    x, weight, factor, bias, code = next(cases("gated_up_fp8", torch.bfloat16, (3, 32, 12), device))
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_up(x[:, :16], weight, factor, bias, code)
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_up(x.float(), weight, factor, bias, code)
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_up(x, weight, factor[1:], bias, code)
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_up(x, weight, factor, bias[1:], code)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        gated_up(x[:, :8], weight[:, :8].contiguous(), factor, bias, code)
+    with pytest.raises(ValueError, match="number must be even"):
+        gated_up(x, weight[1:], factor[1:], bias[1:], code)
+    with pytest.raises(ValueError, match="a code of 12 numbers is wanted"):
+        gated_up(x, weight, factor, bias, (factor, factor[0]))
+    with pytest.raises(ValueError, match="a code of 16 numbers is wanted"):
+        kernel("rms_norm_fp8")(torch.ones((2, 16), device=device), torch.ones(16, device=device), code)
+
+
+def test_outside_the_interpreter_a_cpu_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("phyai_kernels.tiles"), "INTERPRETED", False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        kernel("gated_up_fp8")(*next(cases("gated_up_fp8", torch.bfloat16, (3, 32, 12), torch.device("cpu"))))
