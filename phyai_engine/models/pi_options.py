@@ -60,7 +60,7 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     time_rule: Literal["accumulate", "direct"] = "accumulate"
     min_period: Positive = 4e-3
     max_period: Positive = 4.0
-    kernels: Literal["auto", "triton", "reference"] = "auto"
+    kernels: Literal["auto", "triton", "flashinfer", "reference"] = "auto"
     graphs: Literal["auto", "none"] = "auto"
     prompt_buckets: tuple[Count, ...] = (16, 48, 96)
 
