@@ -69,7 +69,7 @@ def shipped(op: str, device: torch.device) -> dict[str, Load]:
     if device.type == "cpu":
         return found
     return found | {
-        kind: lambda module=module: getattr(importlib.import_module(module), op)  # type: ignore[misc]
+        kind: lambda module=module: getattr(importlib.import_module(module), op)
         for kind, module in CANDIDATES[op].items()
     }
 

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from evidence import conclude, options, show
 
-from phyai_engine.bench.clocks import CudaClock
 from phyai_engine.golden import run_golden
 from phyai_engine.graphs import Graphs
 from phyai_engine.models.pi import PiModel, PiOptions
@@ -104,13 +103,12 @@ def measure(
     model: PiModel, graphs: Graphs, cameras: int, prompt: int, n: int, *, guided: bool
 ) -> list[dict[str, float]]:
     """Phases of n runs, ms, and their sum."""
-    clock = CudaClock(torch.cuda)
-    runner = Runner(model, buckets=(1,), on_phase=clock, guidance=graphs.guidance, graphs=graphs)
+    runner = Runner(model, buckets=(1,), guidance=graphs.guidance, graphs=graphs)
     requests = [row(model.options, seed, cameras, prompt, guided=guided) for seed in range(4)]
     runs = []
     for i in range(WARM_UP + n):
-        runner.run([requests[i % len(requests)]])
-        phases = clock.take()
+        phases = dict(runner.run([requests[i % len(requests)]])[0].phases)
+        phases["copy_in"] += phases.pop("stage")
         steps = sum(ms for name, ms in phases.items() if name.startswith("step"))
         runs.append({**phases, "steps": steps, "all": sum(phases.values())})
     return runs[WARM_UP:]
