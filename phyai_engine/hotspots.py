@@ -6,6 +6,7 @@ the kernels that a range launched, on the CPU its own. What no operator of ours 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def hotspots(policy: Policy, row: Row, model: str, device: Device) -> tuple[list
     with _named_ranges(net) as counts:
         runner.run([row])  # compiles
         counts.clear()
-        with profile(activities=activities) as measured:
+        with profile(activities=activities, acc_events=True) as measured:
             for _ in range(_RUNS):
                 runner.run([row])
             if on_cuda:
@@ -117,6 +118,8 @@ def hotspots(policy: Policy, row: Row, model: str, device: Device) -> tuple[list
     found = []
     for (op, dtype, dims), count in counts.items():
         us = spent.get(_label(op, dtype, dims), 0.0) / count
+        if not us:  # it only calls others
+            continue
         found.append(
             Case(
                 op=op,
@@ -163,16 +166,32 @@ def _label(op: str, dtype: str, dims: Sequence[int]) -> str:
 
 
 def _times(measured: Any, on_cuda: bool) -> tuple[dict[str, float], float]:
-    """Range -> us in it, and of everything."""
-    events = measured.key_averages()
-    if on_cuda:
-        total = sum(e.self_device_time_total for e in events if str(e.device_type).endswith("CUDA"))
-        # A range stands twice in the list: with what it launched, and as its own span on the device.
-        spent = {e.key: e.device_time_total for e in events if not str(e.device_type).endswith("CUDA")}
-    else:
-        total = sum(e.self_cpu_time_total for e in events)
-        spent = {e.key: e.cpu_time_total for e in events}
-    return {key: float(us) for key, us in spent.items() if key.startswith(_RANGE)}, float(total)
+    """Range -> us in it but in no range inside it, and of everything. Kernels that overlap count each in full."""
+    events, spent, total = measured.events(), dict[str, float](), 0.0
+    if not on_cuda:
+        for event in events:
+            total += event.self_cpu_time_total
+            if event.name.startswith(_RANGE):
+                spent[event.name] = spent.get(event.name, 0.0) + event.cpu_time_total - _inner(event)
+        return spent, total
+    on_device = [e for e in events if str(e.device_type).endswith("CUDA")]
+    # On the device a range reaches from its first kernel to its last; what it waits for in between is not its time.
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_device if e.name.startswith(_RANGE))
+    starts = [start for start, *_ in spans]
+    for kernel in on_device:
+        if kernel.name.startswith(_RANGE):
+            continue
+        at, us = kernel.time_range.start, float(kernel.time_range.elapsed_us())
+        total += us
+        within = (spans[i] for i in reversed(range(bisect_right(starts, at))) if spans[i][1] >= at)
+        if (innermost := next(within, None)) is not None:
+            spent[innermost[2]] = spent.get(innermost[2], 0.0) + us
+    return spent, total
+
+
+def _inner(event: Any) -> float:
+    """us of the ranges inside an event."""
+    return sum(e.cpu_time_total if e.name.startswith(_RANGE) else _inner(e) for e in event.cpu_children)
 
 
 def save(case: Case, path: Path) -> None:

@@ -168,13 +168,13 @@ def main() -> int:
     if "agreement" in parts:
         held: Held = []
         for dtype in ("float32", "bfloat16"):
-            model = gpu_model.full_size(PiOptions(dtype=dtype, prompt_buckets=()))
+            model = gpu_model.full_size(PiOptions(dtype=dtype))
             held += agreement(model)
             del model
             torch.cuda.empty_cache()
         code = conclude(f"gpu: captured guidance, pi0.5 3/200, {where}", held, log=chosen.log)
     if "costs" in parts:
-        table = costs(gpu_model.full_size(PiOptions(dtype="bfloat16", prompt_buckets=())), chosen.n)
+        table = costs(gpu_model.full_size(PiOptions(dtype="bfloat16")), chosen.n)
         columns = ("guidance", "n", "ms a chunk", "over none", "wanted")
         show(f"gpu: cost of guidance, pi0.5 3/200, bf16, {where}", columns, table, log=chosen.log)
     if "trial" in parts:
