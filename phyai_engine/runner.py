@@ -64,6 +64,9 @@ class Graphs(Protocol):
     def batch(self, rows: Sequence[Row]) -> Batch | None:
         """The batch in the smallest captured shape that holds it, None if none does. Valid until the next one."""
 
+    def keep_warm(self) -> None:
+        """Something short on the device, of which nothing is read; waits until it is done. Not during a batch."""
+
 
 class _PlainBatch:
     """Calls the model as it is: on the CPU, and where no captured shape fits."""

@@ -43,6 +43,10 @@ class EnginePolicy(Protocol):
         """Durations of ``count`` inferences at real shapes, in ms."""
         ...
 
+    def keep_warm(self) -> None:
+        """A short piece of work, so that the accelerator keeps its clock; asked for only where a model file does."""
+        ...
+
 
 Load = Callable[[RobotConfig, ModelConfig], EnginePolicy]
 
@@ -97,10 +101,15 @@ class Compute:
         self._current: Work | None = None
         self._phase: Phase = "loading"
         self._stopping = False
+        self._keep_warm_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def start(self, load: Callable[[], EnginePolicy], warm_up_count: int) -> None:
-        """Start the thread; it posts one Ready, then one Work per request put."""
+    def start(self, load: Callable[[], EnginePolicy], warm_up_count: int, keep_warm_s: float = 0.0) -> None:
+        """Start the thread; it posts one Ready, then one Work per request put.
+
+        :param keep_warm_s: time between two ``keep_warm`` while nothing is asked; 0 = never.
+        """
+        self._keep_warm_s = keep_warm_s
         self._thread = threading.Thread(target=self._run, args=(load, warm_up_count), name="phyai-compute", daemon=True)
         self._thread.start()
 
@@ -159,7 +168,7 @@ class Compute:
             return
         self._set_phase("idle")
         self._post(ready)
-        while (work := self._next()) is not None:
+        while (work := self._next(policy)) is not None:
             work.result = self._infer(policy, work)
             with self._condition:
                 self._current, self._phase = None, "idle"
@@ -169,13 +178,23 @@ class Compute:
         with self._condition:
             self._phase = phase
 
-    def _next(self) -> Work | None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._stopping or self._queued is not None)
-            if self._stopping:
-                return None
-            self._current, self._queued, self._phase = self._queued, None, "busy"
-            return self._current
+    def _next(self, policy: EnginePolicy) -> Work | None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stopping or self._queued is not None, self._keep_warm_s or None)
+                if self._stopping:
+                    return None
+                if self._queued is not None:
+                    self._current, self._queued, self._phase = self._queued, None, "busy"
+                    return self._current
+            self._keep_warm(policy)  # without the lock: a request is taken meanwhile, and waits a millisecond or two
+
+    def _keep_warm(self, policy: EnginePolicy) -> None:
+        try:
+            policy.keep_warm()
+        except Exception:  # what is wrong with the device is the next request's to say
+            _log.exception("keeping the accelerator warm failed; it is not tried again")
+            self._keep_warm_s = 0.0
 
     def _infer(self, policy: EnginePolicy, work: Work) -> Chunk | Failure:
         started_ns = time.monotonic_ns()

@@ -164,7 +164,7 @@ class _Worker:
             return
         self._robot, self._rtc_max_delay = robot, model.rtc.guide.max_delay
         self._compute = Compute(self._post, len(robot.actions), self._threads)
-        self._compute.start(lambda: self._load(robot, model), hello.warm_up_count)
+        self._compute.start(lambda: self._load(robot, model), hello.warm_up_count, model.keep_warm_s)
 
     def _post(self, outcome: Ready | Work) -> None:
         self._outcomes.append(outcome)

@@ -7,12 +7,14 @@ bottom or the right. ``pillow`` (openpi) resamples bytes, antialiased when it sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from phyai_engine.config import RobotConfig
 from phyai_engine.types import F32, U8
 
 _HALF_TURN = 180
@@ -74,6 +76,15 @@ def resize_pad_float(image: U8, size: int) -> F32:
     out = black_planes(size)
     out[:, top : top + rows, left : left + columns] = inner.transpose(2, 0, 1)
     return out
+
+
+def fitted_on_arrival(robot: RobotConfig, size: int) -> Callable[[str, U8], U8]:
+    """(camera, image) -> the image that the observation keeps: what ``resize_pad`` makes of it, which then leaves it.
+
+    A camera that is mounted upside down keeps its own: it is turned before it is resized. :param size: 0 keeps all.
+    """
+    fitted = {camera.name for camera in robot.cameras if size and camera.rotation_deg == 0}
+    return lambda camera, image: resize_pad(image, size) if camera in fitted else image
 
 
 def to_planes(image: U8) -> F32:
