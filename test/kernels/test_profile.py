@@ -11,6 +11,7 @@ import pytest
 import torch
 from phyai_kernels import reference
 
+from phyai_engine import doctor
 from phyai_engine.config import config_dir, convert, read_yaml
 from phyai_engine.errors import ConfigError
 from phyai_engine.layers import ops, profile
@@ -102,6 +103,27 @@ def twice(monkeypatch: pytest.MonkeyPatch, **factors: float) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         kinds[kind] = module.__name__
     monkeypatch.setitem(ops.CANDIDATES, "linear", kinds)
+
+
+@pytest.mark.gpu
+def test_doctor_shows_what_an_edited_row_binds(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of the accelerator's own file, both ways."""
+    if device.type == "cpu":
+        pytest.skip("a CPU binds the reference anyway")
+    monkeypatch.setattr(profile, "config_dir", lambda: tmp_path)
+    (tmp_path / "profiles").mkdir()
+    dims, name = (968, 2048), profile.accelerator_name(device)
+    found = {}
+    for choice in ("triton", "reference"):
+        row = Measured(op="rms_norm", dtype="bfloat16", dims=dims, choice=choice, us={choice: 1.0})
+        save(Profile(accelerator=name, made="by hand", rows=(row,)), profile_path(name))
+        found[choice] = {each.topic: each.value for each in doctor.check_kernels(doctor.Machine())}
+    assert found["triton"]["kernel rms_norm"].startswith("triton, equals the reference at 1 shape")
+    assert found["reference"]["kernel rms_norm"].startswith("reference, measured as the fastest")
+    assert f"by profile {profile_path(name).name}" in found["reference"]["kernel rms_norm"]
+    assert found["triton"]["kernel attend"] == found["reference"]["kernel attend"]
 
 
 def test_each_shape_takes_the_kind_that_was_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
