@@ -35,7 +35,8 @@ _REQUESTS = {"cuda": 50, "cpu": 5}
 def judge_command(case_file: Path, candidates: Sequence[Path], *, whole: bool) -> int:
     """Try them, print, and time a request with the best.
 
-    :param whole: also time whole requests of the case's model. :returns: 0 if something beats what is bound, else 1.
+    :param whole: also time whole requests of the case's model: a candidate that makes them slower is dropped too.
+    :returns: 0 if something beats what is bound, else 1.
     :raises ConfigError: no case, no candidate file, or a device or model that is not there.
     """
     console, case = Console(), load_case(case_file)
@@ -43,16 +44,18 @@ def judge_command(case_file: Path, candidates: Sequence[Path], *, whole: bool) -
     if device.type != "cpu":
         keep_compiled()
     loads: dict[str, Load] = {_BOUND: lambda: bound_at(case.shape, device), **shipped(case.op, device)}
-    loads |= {path.stem: _loader(path, case.op) for path in candidates}
+    loads |= {path.name: _loader(path, case.op) for path in candidates}
     trials = [attempt(case.shape, kind, load, device, case.seed) for kind, load in loads.items()]
     best = winner(trials)
     console.print(_table(case, trials, best))
     console.print(f"search: {sum(trial.seconds for trial in trials):.1f} s", highlight=False)
     if best is None:
         return NOTHING_BETTER
-    if whole:
-        console.print(_gain(case, trials, best, loads[best.kind]), highlight=False)
-    return 0
+    if not whole:
+        return 0
+    text, gained_ms = _gain(case, trials, best, loads[best.kind])
+    console.print(text, highlight=False)
+    return 0 if gained_ms > 0 else NOTHING_BETTER
 
 
 def bound_at(shape: OpShape, device: torch.device) -> Callable[..., Any]:
@@ -107,17 +110,19 @@ def _table(case: Case, trials: Sequence[Trial], best: Trial | None) -> Table:
     return table
 
 
-def _gain(case: Case, trials: Sequence[Trial], best: Trial, load: Load) -> str:
-    """One sentence: of the call, of all calls of a request, and what a request shows of it."""
+def _gain(case: Case, trials: Sequence[Trial], best: Trial, load: Load) -> tuple[str, float]:
+    """One sentence: of the call, of all calls of a request, and what a request shows of it; and that [ms]."""
     us = best.us or float("nan")
     bound_us = next(trial.us for trial in trials if trial.kind == _BOUND) or float("nan")
     policy, row = full_request(case.model, case.device)
     before, after = whole_requests(policy, row, case.shape, load())
-    return (
+    verdict = "" if after < before else "; dropped: a regression of the request"
+    text = (
         f"{best.kind}: {bound_us / us:.2f} x as fast; {case.calls} calls a request gain "
         f"{(bound_us - us) * case.calls / 1e3:.3f} ms alone; a request of {case.model}: "
-        f"{before:.3f} -> {after:.3f} ms, {before - after:+.3f} ms gained"
+        f"{before:.3f} -> {after:.3f} ms, {before - after:+.3f} ms gained{verdict}"
     )
+    return text, before - after
 
 
 def whole_requests(policy: Policy, row: Row, shape: OpShape, candidate: Callable[..., Any]) -> tuple[float, float]:

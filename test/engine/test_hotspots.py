@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from phyai_kernels import reference
 
 from phyai_engine import judge
 from phyai_engine.errors import ConfigError
-from phyai_engine.hotspots import Case, full_request, hotspots, hotspots_command, load_case, save
+from phyai_engine.hotspots import _RANGE, Case, _times, full_request, hotspots, hotspots_command, load_case, save
 from phyai_engine.judge import judge_command, whole_requests, winner
 from phyai_engine.layers.ops import OpShape
 from phyai_engine.trial import Trial, attempt, fastest
@@ -59,6 +60,36 @@ def test_the_calls_of_a_request_are_ranked_and_add_up(small_model: str) -> None:
     # Of two layers: the prefix leaves its last MLP out, the action expert runs three times.
     assert calls == {("gated_up", length): 1, ("gated_up", 50): 6, ("ada_rms_norm", 50): 3}
     assert all(case.us > 0 for case in found)
+
+
+def event(name: str, start: int, end: int, *, on: str = "DeviceType.CUDA", children: list[Any] | None = None) -> Any:
+    """As torch's profiler has them [us]."""
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    inside = sum(child.cpu_time_total for child in children or [])
+    return SimpleNamespace(
+        name=name, device_type=on, time_range=span, cpu_time_total=end - start, cpu_children=children or [],
+        self_cpu_time_total=end - start - inside,
+    )  # fmt: skip
+
+
+def test_a_kernel_belongs_to_the_innermost_range_around_it() -> None:
+    """Not the span of a range, in which the device also waits for the host."""
+    a, b = f"{_RANGE} outer", f"{_RANGE} inner"
+    events = [
+        event(a, 0, 100), event(b, 10, 30), event("k1", 0, 5), event("k2", 10, 14), event("k3", 26, 30),
+        event("k4", 90, 100), event("copy", 200, 207), event("k1", 0, 5, on="DeviceType.CPU"),
+    ]  # fmt: skip
+    spent, total = _times(SimpleNamespace(events=lambda: events), on_cuda=True)
+    assert (spent, total) == ({a: 15.0, b: 8.0}, 30.0)
+
+
+def test_on_the_cpu_a_range_has_what_no_range_inside_it_has() -> None:
+    a, b = f"{_RANGE} outer", f"{_RANGE} inner"
+    inner = event(b, 10, 30, on="DeviceType.CPU")
+    between = event("aten::linear", 5, 40, on="DeviceType.CPU", children=[inner])
+    events = [event(a, 0, 100, on="DeviceType.CPU", children=[between]), between, inner]
+    spent, total = _times(SimpleNamespace(events=lambda: events), on_cuda=False)
+    assert (spent, total) == ({a: 80.0, b: 20.0}, 100.0)
 
 
 def test_cases_are_written_and_are_what_judge_reads(
@@ -151,6 +182,10 @@ def test_a_gain_is_measured_in_whole_requests(
         return lambda x, w: (torch.ones(300, 300) @ torch.ones(300, 3000), reference.gated_up(x, w))[1]
 
     monkeypatch.setattr(judge, "bound_at", slow)
+    monkeypatch.setattr(judge, "whole_requests", lambda *_: (5.0, 4.0))
     assert judge_command(case, [file], whole=True) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "x as fast; 4 calls a request gain" in printed and "ms gained" in printed
+    assert "x as fast; 4 calls a request gain" in printed and "5.000 -> 4.000 ms, +1.000 ms gained" in printed
+    monkeypatch.setattr(judge, "whole_requests", lambda *_: (4.0, 5.0))
+    assert judge_command(case, [file], whole=True) == 1
+    assert "dropped: a regression of the request" in " ".join(capsys.readouterr().out.split())
