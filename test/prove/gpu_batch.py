@@ -88,7 +88,7 @@ def _captured(graphs: Graphs) -> str:
 
 
 def many(o: PiOptions, count: int) -> Held:
-    """See 2. of the module. Two layers of full width: every buffer and every path of the full depth, in less time."""
+    """See 2. of the module. Few layers and steps of full width: every buffer and path of the whole, in less time."""
     model = gpu_model.full_size(o)
     guidance = Guidance.parse("vjp_early:3")
     graphs = Graphs(model, (1,), guidance=guidance)
@@ -111,7 +111,7 @@ def many(o: PiOptions, count: int) -> Held:
         (f"{count} requests, all of them different: captured again", str(captures.call_count), not captures.call_count),
         (f"memory over {count} requests", text, flat),
         ("all finite", str(finite), finite),
-        ("2 layers of full width: captured", _captured(graphs), None),
+        ("2 layers, 4 steps of full width: captured", _captured(graphs), None),
     ]
 
 
@@ -145,7 +145,8 @@ def main() -> int:
         del model
         torch.cuda.empty_cache()
     held += many(
-        PiOptions(variant="pi0", dtype="bfloat16", vis_depth=2, depth=2, prompt_buckets=(48,)), chosen.requests
+        PiOptions(variant="pi0", dtype="bfloat16", vis_depth=2, depth=2, num_steps=4, prompt_buckets=(48,)),
+        chosen.requests,
     )
     return conclude(f"gpu: batches and many requests, {where}", held, log=chosen.log)
 
