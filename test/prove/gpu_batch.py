@@ -144,10 +144,8 @@ def main() -> int:
             held += mixed(model, mode)
         del model
         torch.cuda.empty_cache()
-    held += many(
-        PiOptions(variant="pi0", dtype="bfloat16", vis_depth=2, depth=2, num_steps=4, prompt_buckets=(48,)),
-        chosen.requests,
-    )
+    few = PiOptions(variant="pi0", dtype="bfloat16", vis_depth=2, depth=2, num_steps=4, prompt_buckets=(48,))
+    held += many(few, chosen.requests)
     return conclude(f"gpu: batches and many requests, {where}", held, log=chosen.log)
 
 
