@@ -215,7 +215,7 @@ def _choose(
     if all(choice == "reference" for choice in shapes.values()):
         return None, "reference, measured as the fastest"
     if not kinds:
-        return None, "reference, there is no candidate" + (f" of kind {kind}" if kind != "auto" else "")
+        return None, "reference, nothing else is tried" if kind == "auto" else f"reference, it has no {kind} form"
     return _bind(op, kind, device, shapes, kinds)
 
 

@@ -252,7 +252,7 @@ def test_flashinfer_is_a_candidate_where_it_can_be_imported(monkeypatch: pytest.
     bound, why = choice("gelu_mul", "flashinfer")
     assert bound is reference.gelu_mul
     assert why.startswith("reference, flashinfer: cannot be imported: ModuleNotFoundError")
-    assert choice("attend", "flashinfer") == (reference.attend, "reference, there is no candidate of kind flashinfer")
+    assert choice("attend", "flashinfer") == (reference.attend, "reference, it has no flashinfer form")
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "gelu_mul"])
