@@ -139,8 +139,9 @@ class Adapter:
         checks.check_vectors(shown[None], self.robot.state_names, "state, normalised")
         made: Inputs = {}
         if "images" in wanted:
-            size = wanted["images"].shape[-1]
-            made["images"] = np.stack([self._planes(seen, camera, size) for camera in self._cameras])
+            made["images"] = np.empty(wanted["images"].shape, dtype=np.float32)
+            for camera, planes in zip(self._cameras, made["images"], strict=True):
+                self._fill(planes, seen, camera)
         if "image_mask" in wanted:
             made["image_mask"] = np.array([camera is not None for camera in self._cameras])
         if self._prompt is not None:
@@ -151,10 +152,12 @@ class Adapter:
             made["anchor"] = self._anchor(seen.state)
         return {name: made[name] for name in wanted}
 
-    def _planes(self, seen: Observation, camera: str | None, size: int) -> F32:
+    def _fill(self, planes: F32, seen: Observation, camera: str | None) -> None:
         if camera is None:
-            return images.black_planes(size)
-        return images.planes(seen.images[camera], size, resize=self._model.resize, rotation_deg=self._turned[camera])
+            planes.fill(images.BLACK)
+            return
+        turned, size = self._turned[camera], planes.shape[-1]
+        images.planes(seen.images[camera], size, resize=self._model.resize, rotation_deg=turned, out=planes)
 
     def _reference(self, state: F64) -> F64:
         """[A] policy units: what is added to the model's actions; 0 where they are absolute."""
