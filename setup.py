@@ -48,7 +48,7 @@ setup(
         "replay": ["rosbags>=0.11.9"],
         "serve": ["prometheus-client>=0.20", "starlette>=0.37", "uvicorn>=0.30"],
         "sim": ["metaworld==3.1.1", "mujoco==3.3.0", "packaging>=24"],
-        "gpu": ["triton>=3.6", "flashinfer-python>=0.4"],
+        "gpu": ["triton>=3.6", "flashinfer-python>=0.6.12", "apache-tvm-ffi>=0.1.15", "torch-c-dlpack-ext>=0.1.5"],
         "dev": ["hypothesis>=6", "mypy>=1.15", "psutil>=6", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9"],
     },
     entry_points={"console_scripts": ["phyai=phyai_engine.cli:main"]},
