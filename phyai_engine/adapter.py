@@ -1,6 +1,6 @@
 """Robot <-> model: cameras, joint order, units, normalisation, prompt, committed actions.
 
-Immutable, but for the prompt's note of which over-long one it has warned about.
+Immutable, but for the prompt's note of which over-long one it has warned about; its threads hold nothing between calls.
 
 Inputs it can make, each only where ``ModelSpec.inputs`` declares it (C cameras, P tokens):
 
@@ -20,6 +20,8 @@ The order of both families: robot units -> policy units -> relative to the state
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,7 @@ class Adapter:
         self._model = model
         checks.check_fit(robot, spec, _INPUTS)
         self._cameras = checks.camera_order(robot, spec)
+        self._threads = ThreadPoolExecutor(max(1, len(self._cameras)), "phyai-images")
         self._turned = {camera.name: camera.rotation_deg for camera in robot.cameras}
         self._state_units = PolicyUnits.of(robot.state, "state")
         self._action_units = PolicyUnits.of(robot.actions, "actions")
@@ -140,8 +143,8 @@ class Adapter:
         made: Inputs = {}
         if "images" in wanted:
             made["images"] = np.empty(wanted["images"].shape, dtype=np.float32)
-            for camera, planes in zip(self._cameras, made["images"], strict=True):
-                self._fill(planes, seen, camera)
+            # One thread a camera: resizing and converting let go of the interpreter.
+            list(self._threads.map(partial(self._fill, seen), made["images"], self._cameras))
         if "image_mask" in wanted:
             made["image_mask"] = np.array([camera is not None for camera in self._cameras])
         if self._prompt is not None:
@@ -152,7 +155,7 @@ class Adapter:
             made["anchor"] = self._anchor(seen.state)
         return {name: made[name] for name in wanted}
 
-    def _fill(self, planes: F32, seen: Observation, camera: str | None) -> None:
+    def _fill(self, seen: Observation, planes: F32, camera: str | None) -> None:
         if camera is None:
             planes.fill(images.BLACK)
             return
