@@ -19,7 +19,7 @@ DOMAIN ?= $(shell echo $$(( $$(printf '%s' "$(CURDIR)$$(id -u)" | cksum | cut -d
 ENTER = set +u; source "$$($(BOOTSTRAP) --venv)/env.sh"; set -u; export ROS_DOMAIN_ID=$(DOMAIN)
 PYTEST = python -m pytest
 
-.PHONY: help setup shell check format test test-ros demo bench-gpu prove-kilted prove-sourced clean
+.PHONY: help setup shell check format test test-ros demo bench-gpu prove-gpu prove-kilted prove-sourced clean
 
 help:  ## this list
 	@grep -hE '^[a-z%-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 24
@@ -53,6 +53,11 @@ demo: setup  ## a simulated robot driven over real ROS 2; report in out/demo
 
 bench-gpu:  ## on a machine with a GPU: check against the references, time pi0.5 and pi0, one table; needs no ROS
 	@$(or $(PYTHON),python3) test/prove/gpu.py $(ARGS)
+
+prove-gpu:  ## on a machine with a GPU: batches, guidance, cancellation, overhead, each saving alone; needs no ROS
+	@for proof in batch guidance quiet overhead savings; do \
+		$(or $(PYTHON),python3) test/prove/gpu_$$proof.py $(ARGS) || exit; \
+	done
 
 prove-kilted:  ## the same fast tests on ROS 2 Kilted
 	@$(MAKE) test ROS_DISTRO=kilted VENV= DOMAIN=$$(( $(DOMAIN) + 1 ))

@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 from phyai_kernels.linear import Plan, partial_sums
-from phyai_kernels.products import dense, launch_options, overlaps
+from phyai_kernels.products import launch_options, overlaps
 from phyai_kernels.reference import EPS
 from phyai_kernels.rms_norm import WIDEST, norm_rows
 from phyai_kernels.tiles import block, check_launch, last_axis_is_dense, stages_that_fit
 from torch import Tensor
+from torch.nn import functional
 
 MOST_ROWS = 64
 
@@ -108,7 +109,7 @@ def linear_norm(
         raise ValueError(f"x, weight and stream differ in dtype: {x.dtype}, {weight.dtype}, {stream.dtype}")
     rows = x.numel() // inputs
     if rows > MOST_ROWS:
-        return norm_rows(stream, scale, shift, dense(x, weight), gate)
+        return norm_rows(stream, scale, shift, functional.linear(x, weight), gate)
     if outputs > WIDEST:
         raise ValueError(f"rows of {outputs} are too long for one program, the longest is {WIDEST}")
     vectors = [v if v is None else v.contiguous() for v in (gate, scale, shift)]

@@ -9,14 +9,12 @@ Every program of such a kernel waits, so a kernel that has ended has waited for 
 from __future__ import annotations
 
 import functools
-import warnings
 
 import torch
 import triton
 import triton.language as tl
 from phyai_kernels.tiles import INTERPRETED
 from torch import Tensor
-from torch.nn import functional
 
 
 @functools.cache
@@ -44,25 +42,6 @@ def requests(rows: Tensor, row_bytes: int, count: int, warps: int) -> int:
 def launch_options(device: torch.device) -> dict[str, bool]:
     """What a launch needs for it; nothing elsewhere, since other back ends do not know the option."""
     return {"launch_pdl": True} if overlaps(device) else {}
-
-
-def dense(x: Tensor, weight: Tensor) -> Tensor:
-    """The vendor's product of many rows, ``x @ weight.T``: cuBLASLt's choice of a kernel where it is the better one.
-
-    Measured on an H200, bf16, us (cuBLAS): 784 rows 16384 -> 2048 83.8 (98.8), 712 rows 73.3 (78.2), 968 rows 93.5
-    (93.5), 712 rows 2048 -> 2560 13.3 (16.1). But 832 rows 16384 -> 2048 134 (100), and 784 rows 2048 -> 32768 164 (155).
-    """
-    few = weight.shape[0] <= 4096 and x[..., 0].numel() % 128 != 64
-    if not (few and x.dtype == torch.bfloat16 and overlaps(x.device)):
-        return functional.linear(x, weight)
-    before = torch.backends.cuda.preferred_blas_library()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental feature")
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-    try:
-        return functional.linear(x, weight)
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 @triton.jit

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from phyai_kernels.products import dense, fetch, launch_options, overlaps, product, requests
+from phyai_kernels.products import fetch, launch_options, overlaps, product, requests
 from phyai_kernels.split_rotate import check_slab, split_rotate
 from phyai_kernels.tiles import block, check_launch, chip_bytes, dot_type, last_axis_is_dense, stages_that_fit
 from torch import Tensor
+from torch.nn import functional
 
 MOST_ROWS = 64
 
@@ -132,7 +133,7 @@ def project_rotate(
     if weight.shape[1] != inputs or weight.dtype != x.dtype:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not fit")
     if batch * tokens > MOST_ROWS:
-        return split_rotate(dense(x, weight), table, keys, values, start, heads)
+        return split_rotate(functional.linear(x, weight), table, keys, values, start, heads)
     cos, sin = check_slab((batch, tokens, weight.shape[0]), x.dtype, table, keys, values, start, heads)
     last_axis_is_dense(weight=weight)
     query = torch.empty((batch, heads, tokens, keys.shape[3]), dtype=x.dtype, device=x.device)

@@ -1,6 +1,6 @@
 """Robot <-> model: cameras, joint order, units, normalisation, prompt, committed actions.
 
-Immutable, but for the prompt's note of which over-long one it has warned about.
+Immutable, but for the prompt's note of which over-long one it has warned about; its threads hold nothing between calls.
 
 Inputs it can make, each only where ``ModelSpec.inputs`` declares it (C cameras, P tokens):
 
@@ -20,6 +20,8 @@ The order of both families: robot units -> policy units -> relative to the state
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,7 @@ class Adapter:
         self._model = model
         checks.check_fit(robot, spec, _INPUTS)
         self._cameras = checks.camera_order(robot, spec)
+        self._threads = ThreadPoolExecutor(max(1, len(self._cameras)), "phyai-images")
         self._turned = {camera.name: camera.rotation_deg for camera in robot.cameras}
         self._state_units = PolicyUnits.of(robot.state, "state")
         self._action_units = PolicyUnits.of(robot.actions, "actions")
@@ -146,8 +149,9 @@ class Adapter:
         checks.check_vectors(shown[None], self.robot.state_names, "state, normalised")
         made: Inputs = {}
         if "images" in wanted:
-            size = wanted["images"].shape[-1]
-            made["images"] = np.stack([self._planes(seen, camera, size) for camera in self._cameras])
+            made["images"] = np.empty(wanted["images"].shape, dtype=np.float32)
+            # One thread a camera: resizing and converting let go of the interpreter.
+            list(self._threads.map(partial(self._fill, seen), made["images"], self._cameras))
         if "image_mask" in wanted:
             made["image_mask"] = np.array([camera is not None for camera in self._cameras])
         if self._prompt is not None:
@@ -158,10 +162,12 @@ class Adapter:
             made["anchor"] = self._anchor(seen.state)
         return {name: made[name] for name in wanted}
 
-    def _planes(self, seen: Observation, camera: str | None, size: int) -> F32:
+    def _fill(self, seen: Observation, planes: F32, camera: str | None) -> None:
         if camera is None:
-            return images.black_planes(size)
-        return images.planes(seen.images[camera], size, resize=self._model.resize, rotation_deg=self._turned[camera])
+            planes.fill(images.BLACK)
+            return
+        turned, size = self._turned[camera], planes.shape[-1]
+        images.planes(seen.images[camera], size, resize=self._model.resize, rotation_deg=turned, out=planes)
 
     def _reference(self, state: F64) -> F64:
         """[A] policy units: what is added to the model's actions; 0 where they are absolute."""

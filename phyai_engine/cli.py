@@ -183,6 +183,43 @@ def calibrate(
 
 
 @app.command()
+def hotspots(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A shipped name (pi05, pi0) or a yaml.")],
+    device: Annotated[Device, typer.Option(help="auto: as the model file says, else the accelerator.")] = Device.AUTO,
+    top: Annotated[int, typer.Option(min=1, help="Write so many cases.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: out/hotspots/ and the model's name.")
+    ] = None,
+) -> None:
+    """Rank the operator calls of one request by the time they take, and write each as a case for `phyai judge`."""
+    with readable_errors():
+        from phyai_engine.hotspots import hotspots_command  # noqa: PLC0415 - torch
+
+        code = hotspots_command(model, device.value, top, out or Path("out/hotspots") / Path(model).stem)
+    raise typer.Exit(code)
+
+
+@app.command()
+def judge(
+    case: Annotated[Path, typer.Argument(metavar="CASE.yaml", help="As `phyai hotspots` writes it.")],
+    candidates: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="CANDIDATE.py...", help="Files with a function of the operator's name."),
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole/--alone", help="Also time whole requests with the best.")] = True,
+) -> None:
+    """Try the shipped candidates and yours for one operator call: equal to the reference, then timed, then compared.
+
+    Exit code 0: one is faster than what is bound, 1: none is, 2: it cannot be judged.
+    """
+    with readable_errors():
+        from phyai_engine.judge import judge_command  # noqa: PLC0415 - torch
+
+        code = judge_command(case, candidates or [], whole=whole)
+    raise typer.Exit(code)
+
+
+@app.command()
 def inspect(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, or a model file that names one.")],
     robot: Annotated[

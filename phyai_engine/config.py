@@ -279,6 +279,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         folder itself says (weights/checkpoint.py) is the default of every other key.
     :param asset: which statistics of an openpi folder, where it holds several.
     :param device: where the model computes; ``auto`` is the accelerator where there is one.
+    :param keep_warm_s: while nothing is asked, a short piece of work runs on the accelerator this often, so that the
+        first request after a rest does not wait for its clock; 0 = never.
     :param resize: of images: ``pillow`` (openpi) or ``float`` (lerobot); transforms/image.py has both.
     :param relative_actions: None: actions are what the robot file's action type says.
     """
@@ -288,6 +290,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     asset: str = ""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    keep_warm_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
     resize: Literal["pillow", "float"] = "pillow"
     normalisation: Normalisation = field(default_factory=Normalisation)
     prompt: PromptConfig = field(default_factory=PromptConfig)

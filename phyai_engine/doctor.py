@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,11 +197,18 @@ def check_kernels(machine: Machine) -> list[Row]:
     from phyai_engine.models.pi import PiOptions, op_shapes  # noqa: PLC0415
 
     shapes = op_shapes(PiOptions(dtype="bfloat16"), torch.bfloat16)
-    rows = []
-    for op, why in load_ops("auto", device=device, shapes=shapes).reasons.items():
+    reasons = load_ops("auto", device=device, shapes=shapes).reasons
+    rows = [Row("kernels", coverage(reasons))]
+    for op, why in reasons.items():
         advice = "pip install '.[gpu]' in the checkout" if "cannot be imported" in why else ""
         rows.append(Row(f"kernel {op}", why, True, advice))  # no fault: the reference serves too
     return rows
+
+
+def coverage(reasons: Mapping[str, str]) -> str:
+    """How many operators each kind serves. :param reasons: operator -> kind, a comma, and why."""
+    kinds = Counter(why.partition(",")[0] for why in reasons.values())
+    return f"of {len(reasons)} operators " + ", ".join(f"{kind} serves {count}" for kind, count in kinds.most_common())
 
 
 def check_jetson(machine: Machine) -> list[Row]:

@@ -152,6 +152,12 @@ class CapturedShape:
         copied: NDArray[np.float32] = self._host_actions.numpy().copy()
         return copied
 
+    def keep_warm(self) -> None:
+        """Replay the first phase on what stands in the buffers; the next batch writes over all of it."""
+        if self._phases:
+            self._phases[0][1].replay()
+            torch.cuda.current_stream().synchronize()
+
     def _advance(self, step: int, guided: bool) -> None:
         x, buffers = self.x[guided][step], self._buffers if guided else None
         velocity, x = flow_step(self._model, self.prefix, x, step, self._model.spec.times, self._guidance, buffers)
@@ -254,6 +260,11 @@ class Graphs:
         needed = self._model.shape_of([row.inputs for row in rows])
         fitting = [captured for captured in self.shapes if captured.shape.holds(needed)]
         return fitting[-1].load(rows) if fitting else None
+
+    def keep_warm(self) -> None:
+        """See :class:`phyai_engine.runner.Graphs`."""
+        if self.shapes:
+            self.shapes[-1].keep_warm()
 
 
 def _event() -> torch.cuda.Event:

@@ -41,20 +41,24 @@ class ModelEntry:
     """Where a family's class is; imported on demand, so that no torch is needed for the fake model.
 
     :param untrained: the note shown while the model file names no checkpoint.
+    :param options: ``module:name`` of the struct of its options, which needs no torch and has an ``image_size``.
     """
 
     module: str
     name: str
     untrained: str
+    options: str
 
 
+_FAKE_OPTIONS = "phyai_engine.models.fake:FakeOptions"
+_PI_OPTIONS = "phyai_engine.models.pi_options:PiOptions"
 _RANDOM = "seeded random weights: its motions mean nothing"
 
 MODELS: Mapping[str, ModelEntry] = MappingProxyType(
     {
-        "pi0": ModelEntry("phyai_engine.models.pi", "PiModel", _RANDOM),
-        "pi05": ModelEntry("phyai_engine.models.pi", "PiModel", _RANDOM),
-        "fake": ModelEntry("phyai_engine.models.fake", "FakeModel", "no weights: synthetic motion"),
+        "pi0": ModelEntry("phyai_engine.models.pi", "PiModel", _RANDOM, _PI_OPTIONS),
+        "pi05": ModelEntry("phyai_engine.models.pi", "PiModel", _RANDOM, _PI_OPTIONS),
+        "fake": ModelEntry("phyai_engine.models.fake", "FakeModel", "no weights: synthetic motion", _FAKE_OPTIONS),
     }
 )
 """Model families. A class has ``load(config: ModelConfig) -> Model``."""
@@ -83,6 +87,18 @@ def load_policy(robot: RobotConfig, model: ModelConfig, batches: Sequence[int] =
     graphs = captured_graphs(loaded, guidance, batches or (1,))
     runner = Runner(loaded, batches or BUCKETS, guidance=guidance, graphs=graphs)
     return Policy(Adapter(robot, model, loaded.spec), runner, weights_note(model))
+
+
+def arrival_size(model: ModelConfig) -> int:
+    """Side of the square to which images may be resized before the engine sees them; 0: not, whatever is wrong is the
+    engine's to say. The ``float`` resampler does not end in bytes. Loads no weights and no torch.
+    """
+    entry = MODELS.get(model.family)
+    if entry is None or model.resize != "pillow":
+        return 0
+    module, name = entry.options.split(":")
+    size = model.options.get("image_size", getattr(importlib.import_module(module), name)().image_size)
+    return size if isinstance(size, int) else 0
 
 
 def weights_note(model: ModelConfig) -> str:
@@ -176,6 +192,11 @@ class Policy:
                 if isinstance(answer, PhyaiError):
                     raise answer
         return durations
+
+    def keep_warm(self) -> None:
+        """A short piece of work where the model computes; nothing where it has no graphs. Not during ``infer``."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.keep_warm()
 
     def _adapter(self, request: Request) -> Adapter:
         adapter = self._adapters.get(request.slot)

@@ -5,7 +5,7 @@ No torch here; the model brings its own tensors, on which only arithmetic operat
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from phyai_engine.clocks import END, PhaseClock, clock_of
 from phyai_engine.errors import EngineError
 from phyai_engine.models import Model
 from phyai_engine.noise import standard_normal
@@ -25,6 +26,7 @@ BUCKETS = (1, 2, 4, 8)
 
 NoiseSource = Callable[[int, int, int], F32]
 PhaseCallback = Callable[[str], None]
+STEP = "step "
 
 
 class Start(NamedTuple):
@@ -65,6 +67,9 @@ class Graphs(Protocol):
     def batch(self, rows: Sequence[Row]) -> Batch | None:
         """The batch in the smallest captured shape that holds it, None if none does. Valid until the next one."""
 
+    def keep_warm(self) -> None:
+        """Something short on the device, of which nothing is read; waits until it is done. Not during a batch."""
+
 
 class _PlainBatch:
     """Calls the model as it is: on the CPU, and where no captured shape fits."""
@@ -99,13 +104,30 @@ class RowResult:
     """The answer to one row.
 
     :param actions: [H, A] float32 in the model's normalised space; None if and only if ``cancelled``.
-    :param prefix_ms: of the whole batch, as is ``denoise_ms``; NaN where the phase did not run.
+    :param phases: of the whole batch, in order -> ms; empty where the batch was ended before its last step.
     """
 
     actions: F32 | None
     cancelled: bool
-    prefix_ms: float
-    denoise_ms: float
+    phases: Mapping[str, float]
+
+    @property
+    def prefix_ms(self) -> float:
+        """All before the first step; NaN without phases."""
+        return self._until_steps()[0]
+
+    @property
+    def denoise_ms(self) -> float:
+        """The steps, and bringing their result back; NaN without phases."""
+        return self._until_steps()[1]
+
+    def _until_steps(self) -> tuple[float, float]:
+        if not self.phases:
+            return math.nan, math.nan
+        names = list(self.phases)
+        first = next((i for i, name in enumerate(names) if name.startswith(STEP)), len(names))
+        durations = list(self.phases.values())
+        return sum(durations[:first]), sum(durations[first:])
 
 
 class Runner:
@@ -114,8 +136,9 @@ class Runner:
     :param buckets: allowed batch sizes; a batch is padded to the next one by repeating its first row.
     :param on_step: called at each step with (step, x [B,H,A], velocity [B,H,A]): device arrays, padded.
     :param noise: (seed, H, A) -> [H, A] float32 start noise.
-    :param on_phase: called as each phase begins: ``copy_in``, the model's own (``vision``, ``prefix``), ``step 0`` and
-        so on, ``copy_out``, and ``end``. Nothing waits for the device at a phase's border.
+    :param clock: told as each phase begins: ``stage`` (the host writes where the device copies from), ``copy_in``, the
+        model's own (``vision``, ``prefix``), ``step 0`` and so on, ``copy_out``, and ``end``. Nothing waits for the
+        device at a phase's border. None takes the one that fits where the model computes.
     :param guidance: how rows that carry committed actions continue them.
     :param graphs: captured shapes of the model, with the same guidance; what fits none of them runs without.
     :raises EngineError: no batch size, or graphs of another guidance.
@@ -127,7 +150,7 @@ class Runner:
         buckets: Sequence[int] = BUCKETS,
         on_step: StepCallback | None = None,
         noise: NoiseSource = standard_normal,
-        on_phase: PhaseCallback = lambda _: None,
+        clock: PhaseClock | None = None,
         guidance: Guidance = IDENTITY,
         graphs: Graphs | None = None,
     ) -> None:
@@ -137,7 +160,7 @@ class Runner:
         self.buckets = tuple(sorted(set(buckets)))
         self._on_step = on_step
         self._noise = noise
-        self._on_phase = on_phase
+        self._clock = clock_of(model) if clock is None else clock
         if not self.buckets or self.buckets[0] < 1:
             raise EngineError("no usable batch sizes", got=list(buckets), wanted="at least one number >= 1")
         if graphs is not None and graphs.guidance != guidance:
@@ -157,25 +180,23 @@ class Runner:
         for i, row in enumerate(rows):
             self._check(row, i)
         if all(row.cancel.cancelled for row in rows):
-            return [_cancelled(float("nan"), float("nan")) for _ in rows]
+            return [_CANCELLED for _ in rows]
         padded = [*rows, *[rows[0]] * (size - len(rows))]
 
-        started = time.perf_counter()
-        self._on_phase("copy_in")
+        self._clock.drop()
+        self._clock("stage")
         batch = self.graphs.batch(padded) if self.graphs is not None else None
         batch = batch or _PlainBatch(self.model, padded, self.guidance)
-        batch.encode(self._on_phase)
-        encoded = time.perf_counter()
+        self._clock("copy_in")
+        batch.encode(self._clock)
         batch.start(self._start(padded))  # made while a device is at the prefix
         actions = self._denoise(batch, rows, size)
-        self._on_phase("end")
-        finished = time.perf_counter()
-
-        prefix_ms, denoise_ms = (encoded - started) * 1e3, (finished - encoded) * 1e3
+        if actions is None:  # the device may still be at a step: whoever cancels does not wait for it
+            return [_CANCELLED for _ in rows]
+        self._clock(END)
+        phases = self._clock.take()
         return [
-            _cancelled(prefix_ms, denoise_ms)
-            if actions is None or row.cancel.cancelled
-            else RowResult(actions[i].copy(), False, prefix_ms, denoise_ms)
+            _CANCELLED if row.cancel.cancelled else RowResult(actions[i].copy(), False, phases)
             for i, row in enumerate(rows)
         ]
 
@@ -184,11 +205,11 @@ class Runner:
         for step in range(len(self.model.spec.times)):
             if all(row.cancel.cancelled for row in rows):
                 return None
-            self._on_phase(f"step {step}")
+            self._clock(f"{STEP}{step}")
             x, velocity = batch.step(step)
             if self._on_step is not None:
                 self._on_step(step, x, velocity)
-        self._on_phase("copy_out")
+        self._clock("copy_out")
         return self._checked(batch.actions(), size)
 
     def _start(self, padded: Sequence[Row]) -> Start:
@@ -259,5 +280,4 @@ def _check_array(array: NDArray[Any], shape: tuple[int, ...], dtype: str, where:
         )
 
 
-def _cancelled(prefix_ms: float, denoise_ms: float) -> RowResult:
-    return RowResult(None, True, prefix_ms, denoise_ms)
+_CANCELLED = RowResult(None, True, {})

@@ -171,6 +171,12 @@ class NodeParameters:
     frozen_frames: int = _row(
         0, "Refuse a camera after this many frames with the same pixels; 0 = never.", low=0, high=10000
     )
+    resize_images: str = _row(
+        "engine",
+        "Where images are made as small as the model takes them: in each inference, or each as it arrives (the same "
+        "actions; each inference shorter, each frame dearer; not with the model's resize: float).",
+        choices=("engine", "arrival"),
+    )
     accept_unstamped: bool = _row(False, "Take messages with stamp 0, stamped at receipt.")
     decoder: str = _row(
         "auto",

@@ -27,9 +27,11 @@ from phyai_engine.control.player import Player
 from phyai_engine.errors import EngineRefusedError
 from phyai_engine.handoff import Fallback, HandoffSettings, assumed_delay_steps
 from phyai_engine.messages import stamp_ns
+from phyai_engine.policy import arrival_size
 from phyai_engine.safety import Safety
 from phyai_engine.serve.client import EngineClient, EngineHello
 from phyai_engine.timing import SimRate, TickMeter, Timing, mono_ns
+from phyai_engine.transforms.image import fitted_on_arrival
 from phyai_engine.types import F64, AbortCause, Schedule
 from phyai_engine.watchdog import Watchdogs
 from phyai_ros import parameters
@@ -262,6 +264,7 @@ class Session:
             robot,
             accept_unstamped=params.accept_unstamped,
             frozen_frames=params.frozen_frames,
+            on_arrival=fitted_on_arrival(robot, arrival_size(model)) if params.resize_images == "arrival" else None,
         )
         self.buffer.set_instruction(params.instruction)
         try:

@@ -13,11 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from phyai_engine.bench import machine, synthetic
-from phyai_engine.bench.measure import Bench, Measured, clock_for, device_of, measure
+from phyai_engine.bench.ceilings import ceilings, rates
+from phyai_engine.bench.measure import Bench, Measured, measure
 from phyai_engine.bench.result import Result, Subject
 from phyai_engine.bench.table import show
+from phyai_engine.clocks import clock_of, device_of
 from phyai_engine.config import ModelConfig, RobotConfig, load_robot, resolve
 from phyai_engine.errors import ConfigError
+from phyai_engine.models import Counted
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.weights.checkpoint import model_from
 
@@ -93,17 +96,22 @@ def bench(options: BenchOptions, progress: Console) -> Result:
     tokens = config.prompt.max_tokens if options.prompt_tokens is None else options.prompt_tokens
     requests = synthetic.requests(policy.adapter, seed=options.seed, prompt_tokens=tokens)
     before = machine.work()
-    measured = _measure(Bench(policy, requests, clock_for(device)), _runs(options, kind), progress)
+    measured = _measure(Bench(policy, requests, clock_of(model)), _runs(options, kind), progress)
     if kind == "cuda":
         warnings = machine.gpu_warnings(gpu_before, machine.gpu_processes(), machine.gpu_uuid(device))
     else:
         warnings = [warning for warning in (loaded, machine.others_warning(before, machine.work())) if warning]
+    needed = machine.memory(model, device)  # before the ceilings take theirs
+    most = ceilings(device, str(config.options.get("dtype", "float32"))) if isinstance(model, Counted) else None
+    work = model.work([policy.adapter.encode(requests(0)).inputs]) if isinstance(model, Counted) else {}
+    medians = {name: figures.p50_ms for name, figures in measured.phases().items()}
+    medians["step"] = measured.steps().p50_ms
     return Result(
         subject=_subject(options, config, policy, requests, device),
         environment=machine.environment(device, _reasons(model)),
         warnings=tuple(warnings),
         load_s=load_s,
-        memory=machine.memory(model, device),
+        memory=needed,
         warm_up=measured.warm_up_ms(),
         chunk=measured.chunk(),
         phase_clock="CUDA event clock" if kind == "cuda" else "host clock",
@@ -112,6 +120,8 @@ def bench(options: BenchOptions, progress: Console) -> Result:
         steps_sum=measured.steps_sum(),
         model=measured.model(),
         end_to_end=measured.end_to_end(),
+        ceilings=most,
+        rates={} if most is None else rates(work, medians, most),
     )
 
 

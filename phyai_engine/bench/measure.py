@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from phyai_engine.bench.clocks import CudaClock, HostClock, PhaseClock
 from phyai_engine.bench.result import ChunkCheck, Figures, WarmUp
+from phyai_engine.clocks import PhaseClock
 from phyai_engine.errors import EngineError
-from phyai_engine.models import Model
 from phyai_engine.policy import Policy
-from phyai_engine.runner import Runner
+from phyai_engine.runner import STEP, RowResult, Runner
 from phyai_engine.types import F32, Request
 
-STEP = "step "
 OUTSIDE = ("encode", "decode")  # what happens on the host around the runner
 
 
@@ -31,16 +28,6 @@ class Run:
     finite: bool
 
 
-def device_of(model: Model) -> str:
-    """torch's name of where a model computes; ``cpu`` for models without torch."""
-    return str(getattr(model.to_device(np.zeros(1, dtype=np.float32)), "device", "cpu"))
-
-
-def clock_for(device: str) -> PhaseClock:
-    """What times the phases on that device."""
-    return CudaClock(importlib.import_module("torch").cuda) if device.startswith("cuda") else HostClock()
-
-
 class Bench:
     """One policy, prepared for timing. The runner is its own: one row, with a clock at the phases' borders.
 
@@ -52,7 +39,7 @@ class Bench:
         self._requests = requests
         self._clock = clock
         own = policy.runner
-        self._runner = Runner(own.model, buckets=(1,), on_phase=clock, guidance=own.guidance, graphs=own.graphs)
+        self._runner = Runner(own.model, buckets=(1,), clock=clock, guidance=own.guidance, graphs=own.graphs)
         self._count = 0
 
     def run(self) -> Run:
@@ -70,15 +57,16 @@ class Bench:
         answered = time.perf_counter_ns()
         if result.actions is None:
             raise EngineError("a run without actions", got="cancelled", wanted="a chunk")
-        return self._finish(request, result.actions, began, encoded, answered)
+        return self._finish(request, result, began, encoded, answered)
 
-    def _finish(self, request: Request, actions: F32, began: int, encoded: int, answered: int) -> Run:
+    def _finish(self, request: Request, result: RowResult, began: int, encoded: int, answered: int) -> Run:
+        actions: F32 = np.asarray(result.actions)
         with self._clock.named("decode"):
             chunk = self._adapter.decode(actions, request)
         ended = time.perf_counter_ns()
         phases = {
             "encode": (encoded - began) / 1e6,
-            **self._clock.take(),
+            **result.phases,
             "decode": (ended - answered) / 1e6,
         }
         finite = bool(np.isfinite(actions).all() and np.isfinite(chunk).all())

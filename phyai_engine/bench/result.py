@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from phyai_engine.bench.ceilings import Ceilings, Rate
 from phyai_engine.bench.machine import Environment, Memory
 from phyai_engine.timing import Window
 
-VERSION = 2
+VERSION = 3
 
 
 class Figures(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,7 +75,9 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One measurement.
 
     :param phases: in order: ``encode``, the runner's (``step 0`` and so on), ``decode``. :param steps: all denoising
-        steps of all runs in one; ``steps_sum`` their sum in each run. :param model: copy in to copy out, in each run.
+        steps of all runs in one; ``steps_sum`` their sum in each run. :param model: staging to copy out, in each run.
+    :param ceilings: None where the model does not say how much it computes. :param rates: phase -> what it achieved;
+        ``step`` is each of the steps.
     :param end_to_end: encode to decode on the host's clock.
     :param phase_clock: of the runner's phases; the host's for encode, decode and end to end.
     """
@@ -93,6 +96,8 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     steps_sum: Figures
     model: Figures
     end_to_end: Figures
+    ceilings: Ceilings | None
+    rates: dict[str, Rate]
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from phyai_engine.bench.measure import STEP
+from phyai_engine.bench.ceilings import Ceilings
 from phyai_engine.bench.result import Figures, Result
+from phyai_engine.runner import STEP
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -22,6 +23,8 @@ def show(result: Result, console: Console) -> None:
         chunk = result.chunk
         console.print(f"NOT FINITE: {chunk.not_finite} of {chunk.runs} chunks hold a NaN or an infinity", style="red")
     console.print(phase_table(result))
+    if result.ceilings is not None:
+        console.print(rate_table(result, result.ceilings))
 
 
 def facts(result: Result) -> list[tuple[str, str]]:
@@ -77,12 +80,25 @@ def phase_table(result: Result) -> Table:
             _row(table, f"each of {len(steps)} steps", result.steps)
             _row(table, "all steps", result.steps_sum)
     table.add_section()
-    _row(table, "copy in to copy out", result.model)
+    _row(table, "staging to copy out", result.model)
     _row(table, "end to end", result.end_to_end)
     return table
 
 
-_TITLES = {"encode": "pre-processing", "copy_in": "copy in", "copy_out": "copy out"}
+def rate_table(result: Result, most: Ceilings) -> Table:
+    """What each phase achieved at its median, and what the ceilings of this run would allow."""
+    peak = f"copy {most.tb_s:.3g} TB/s, {most.side}^3 {most.dtype} product {most.tflop_s:.3g} TFLOP/s"
+    table = Table(title=f"achieved, against {peak}", title_justify="left")
+    table.add_column("phase", no_wrap=True)
+    for heading in ("GFLOP", "MB", "TFLOP/s", "TB/s", "floor ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for phase, rate in result.rates.items():
+        figures = (rate.flop / 1e9, rate.bytes / 1e6, rate.tflop_s, rate.tb_s, rate.floor_ms)
+        table.add_row("each step" if phase == "step" else phase, *(f"{figure:.3g}" for figure in figures))
+    return table
+
+
+_TITLES = {"encode": "pre-processing", "stage": "staging", "copy_in": "copy in", "copy_out": "copy out"}
 
 
 def _row(table: Table, name: str, f: Figures) -> None:

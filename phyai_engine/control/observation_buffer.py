@@ -10,7 +10,7 @@ that is stepped later does not move samples already taken.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,7 @@ class ObservationBuffer:
         What is older than the slowest camera may be is let go earlier.
     :param accept_unstamped: take messages whose header stamp is 0, with the time of receipt as their stamp.
     :param frozen_frames: refuse a camera after this many frames with the same (subsampled) pixels; 0 = never.
+    :param on_arrival: (camera, image) -> the image to keep, such as a smaller one; None keeps it as it came.
     :param future_tolerance_s: how far a stamp may be ahead; simulated time lags by up to a /clock period.
     """
 
@@ -80,11 +81,13 @@ class ObservationBuffer:
         joint_history: int = 512,
         accept_unstamped: bool = False,
         frozen_frames: int = 0,
+        on_arrival: Callable[[str, U8], U8] | None = None,
         future_tolerance_s: float = 0.1,
     ) -> None:
         self._robot = robot
         self._accept_unstamped = accept_unstamped
         self._frozen_frames = frozen_frames
+        self._on_arrival = on_arrival
         self._future_s = future_tolerance_s
         self._instruction = ""
         longest = max((c.max_age_s + c.tolerance_s for c in robot.cameras), default=robot.joint_max_age_s)
@@ -138,7 +141,8 @@ class ObservationBuffer:
         stamp_ns -= camera.offset_ns
         if drop is None:
             capture_ns = received_mono_ns - (received_ros_ns - stamp_ns)
-            drop = camera.stream.put(Sample(stamp_ns, capture_ns, received_mono_ns, image))
+            kept = image if self._on_arrival is None else self._on_arrival(camera_name, image)
+            drop = camera.stream.put(Sample(stamp_ns, capture_ns, received_mono_ns, kept))
         if drop is None and self._frozen_frames:
             step = max(1, min(image.shape[:2]) // 32)
             pixels = image[::step, ::step].tobytes()

@@ -2,14 +2,16 @@
 
 A fused form is bound where it equals the reference at every shape the model calls it with; anything else, a missing
 package or a failed compilation too, binds the reference and keeps the sentence why. Where the accelerator has a
-measured profile, its row decides for each shape; a shape that it does not hold goes by the rules. Nothing is decided
-while a model runs, but that an operator with several implementations looks up the shape.
+measured profile, its row decides for each shape; a shape that it does not hold goes by the accelerator's rule. Nothing
+is decided while a model runs, but that an operator with several implementations looks up the shape.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -20,10 +22,10 @@ from torch import Tensor
 
 from phyai_engine.config import cache_dir, environment
 from phyai_engine.errors import EngineError
-from phyai_engine.layers.profile import Profile, load_profile
+from phyai_engine.layers.profile import Profile, Rule, load_profile, load_rule
 from phyai_engine.layers.self_check import TOLERANCES, largest_error
 
-Kind = Literal["auto", "triton", "reference"]
+Kind = Literal["auto", "triton", "flashinfer", "reference"]
 
 # Operator -> what OpShape.dims holds, in order. ``rows`` are all leading axes of the activations multiplied.
 DIMS: Mapping[str, tuple[str, ...]] = {
@@ -46,11 +48,18 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "attend_fp8": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
 }
 
-# Operator -> kind -> module whose function of the operator's name is a candidate, best first. Imported when asked for.
+# Operator -> kind -> module whose function of the operator's name is a candidate. Imported when asked for.
+# FlashInfer has no more of these: its attention wants lengths on the host and no head dimension of 72.
 CANDIDATES: Mapping[str, Mapping[str, str]] = {
     **{op: {"triton": f"phyai_kernels.{op}"} for op in DIMS},
+    "rms_norm": {"triton": "phyai_kernels.rms_norm", "flashinfer": "phyai_kernels.flashinfer_rms_norm"},
+    "gelu_mul": {"triton": "phyai_kernels.gelu_mul", "flashinfer": "phyai_kernels.flashinfer_gelu_mul"},
     "stack": {"cuda": "phyai_kernels.stack"},
 }
+
+
+BY_NAME = frozenset({"cuda"})
+"""Kinds that serve only an operator for which a profile names them: not yet timed in whole requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,24 +179,24 @@ def load_ops(kind: Kind, *, device: torch.device, shapes: Sequence[OpShape], pro
     """Bind every operator for one model on one device.
 
     :param kind: ``auto`` takes what the profile says and else the first candidate that passes on an accelerator,
-        ``triton`` insists on trying it (on a CPU too, where only its interpreter works), ``reference`` takes none.
+        ``triton`` and ``flashinfer`` insist on trying theirs (on a CPU too, where only Triton's interpreter works),
+        ``reference`` takes none.
     :param shapes: every call the model makes; a candidate that fails one of the shapes it would serve is not bound.
     :param profile: measured choices; with ``auto`` the accelerator's own in config/profiles unless given.
-    :raises EngineError: unknown kind. :raises ConfigError: the accelerator's profile is not one.
+    :raises EngineError: unknown kind. :raises ConfigError: the accelerator's profile or the rules are not such files.
     """
     if kind not in get_args(Kind):
         raise EngineError("unknown kernels", got=kind, wanted=f"one of {', '.join(get_args(Kind))}", where="kernels")
-    origin = "profile as given"
-    if profile is None and kind == "auto":
-        profile, origin = load_profile(device)
-    choices = {} if profile is None else profile.choices()
+    choices, order, origin = _decided(kind, device, profile)
     bound: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for op in DIMS:
         own = [shape for shape in dict.fromkeys(shapes) if shape.op == op]
         named = {s: choices.get((op, str(s.dtype).removeprefix("torch."), s.dims), "") for s in own}
         named = {s: choice if choice in ("reference", *CANDIDATES[op]) else "" for s, choice in named.items()}
-        implementation, reasons[op] = _choose(op, kind, device, named)
+        tried = [name for name in order if name not in BY_NAME or name in named.values()]
+        kinds = {name: CANDIDATES[op][name] for name in tried if name in CANDIDATES[op]}
+        implementation, reasons[op] = _choose(op, kind, device, named, kinds)
         if own and kind == "auto" and device.type != "cpu":
             reasons[op] += f"; by {origin}"
         if implementation is not None:
@@ -195,12 +204,30 @@ def load_ops(kind: Kind, *, device: torch.device, shapes: Sequence[OpShape], pro
     return Ops(**bound, reasons=reasons)
 
 
-def _choose(op: str, kind: Kind, device: torch.device, shapes: Mapping[OpShape, str]) -> tuple[Any, str]:
+def _decided(
+    kind: Kind, device: torch.device, profile: Profile | None
+) -> tuple[Mapping[tuple[str, str, tuple[int, ...]], str], tuple[str, ...], str]:
+    """What was measured, the kinds to try where nothing was, and where both are from."""
+    known = tuple(dict.fromkeys(name for kinds in CANDIDATES.values() for name in kinds))
+    if kind != "auto":
+        return {} if profile is None else profile.choices(), (kind,), ""
+    if profile is not None:
+        return profile.choices(), known, "profile as given"
+    profile, origin = load_profile(device)
+    if profile is not None:
+        return profile.choices(), known, origin
+    rule: Rule = load_rule(device)
+    return {}, rule.order, f"{origin}; {rule}"
+
+
+def _choose(
+    op: str, kind: Kind, device: torch.device, shapes: Mapping[OpShape, str], kinds: Mapping[str, str]
+) -> tuple[Any, str]:
     """The implementation to bind, None for the reference, and what is bound with the sentence why.
 
     :param shapes: shape -> what the profile names for it, empty where it has no row.
+    :param kinds: candidates, best first -> module.
     """
-    kinds = {name: module for name, module in CANDIDATES[op].items() if kind in ("auto", name)}
     if kind == "reference":
         return None, "reference, as asked for"
     if not shapes:
@@ -209,29 +236,49 @@ def _choose(op: str, kind: Kind, device: torch.device, shapes: Mapping[OpShape, 
         return None, "reference, no accelerator: the reference runs through torch's own kernels"
     if all(choice == "reference" for choice in shapes.values()):
         return None, "reference, measured as the fastest"
-    return _first_that_passes(op, kinds, kind, device, shapes)
-
-
-def _first_that_passes(
-    op: str, kinds: Mapping[str, str], kind: Kind, device: torch.device, shapes: Mapping[OpShape, str]
-) -> tuple[Any, str]:
-    """See ``_choose``. :param kinds: candidates, best first."""
     if not kinds:
-        return None, f"reference, it has no {kind} form: the other operators, one by one"
-    refused = []
-    for name, module in kinds.items():
-        served = [shape for shape, choice in shapes.items() if choice in ("", name)]
-        candidate, sentence = _try_candidate(op, module, kind, device, served)
-        if candidate is None:
-            refused.append(f"{name}: {sentence}")
-        elif len(served) == len(shapes):
-            return candidate, f"{name}, {sentence}"
-        else:
-            reference_ = getattr(reference, op)
-            table = {(s.dtype, s.dims): candidate if s in served else reference_ for s in shapes}
-            others = "; ".join(str(shape) for shape in shapes if shape not in served)
-            return ByShape(op, table), f"{name}, {sentence}; the reference, measured as faster, at {others}"
-    return None, f"reference, {'; '.join(refused)}"
+        return None, "reference, nothing else is tried" if kind == "auto" else f"reference, it has no {kind} form"
+    return _bind(op, kind, device, shapes, kinds)
+
+
+def _bind(
+    op: str, kind: Kind, device: torch.device, shapes: Mapping[OpShape, str], kinds: Mapping[str, str]
+) -> tuple[Any, str]:
+    """See ``_choose``. Each shape takes the kind that was measured for it, else the first; one that fails is out, and
+    its shapes take the next."""
+    refused: dict[str, str] = {}
+    while True:
+        served = _served(shapes, [name for name in kinds if name not in refused])
+        tried = {
+            name: _try_candidate(op, kinds[name], kind, device, own) for name, own in served.items() if name in kinds
+        }
+        failed = {name: f"{name}: {why}" for name, (candidate, why) in tried.items() if candidate is None}
+        if not failed:
+            break
+        refused |= failed
+    if not tried:
+        return None, f"reference, {'; '.join(refused.values())}"
+    sentences = [f"{name}, {why}" for name, (_, why) in tried.items()] + [*refused.values()]
+    if "reference" in served:
+        others = "; ".join(map(str, served["reference"]))
+        sentences.append(f"the reference, {'else' if refused else 'measured as faster'}, at {others}")
+    if len(served) == 1:
+        return next(iter(tried.values()))[0], "; ".join(sentences)
+    table = {
+        (shape.dtype, shape.dims): tried[name][0] if name in tried else getattr(reference, op)
+        for name, own in served.items()
+        for shape in own
+    }
+    return ByShape(op, table), "; ".join(sentences)
+
+
+def _served(shapes: Mapping[OpShape, str], kinds: Sequence[str]) -> dict[str, list[OpShape]]:
+    """Kind, ``reference`` among them -> the shapes that it is to serve."""
+    served: dict[str, list[OpShape]] = {}
+    for shape, choice in shapes.items():
+        name = choice if choice in (*kinds, "reference") else next(iter(kinds), "reference")
+        served.setdefault(name, []).append(shape)
+    return served
 
 
 def _try_candidate(
@@ -239,12 +286,11 @@ def _try_candidate(
 ) -> tuple[Any, str]:
     """The candidate, None if it fails, and the sentence why."""
     try:
-        candidate = getattr(importlib.import_module(module), op)
-        tiles = importlib.import_module("phyai_kernels.tiles")
         keep_compiled()
+        candidate = getattr(importlib.import_module(module), op)
     except Exception as failure:  # not installed, built for another Python, a user without a home
         return None, f"cannot be imported: {type(failure).__name__}: {_first_line(failure)}"
-    if tiles.INTERPRETED and kind == "auto":
+    if kind == "auto" and _interpreted():
         return None, "runs in its interpreter in this process, which is for tests only"
     worst = 0.0
     for shape in shapes:
@@ -261,12 +307,18 @@ def _try_candidate(
 
 
 def keep_compiled() -> None:
-    """Triton keeps what it compiles in our cache, unless its own variable says where.
+    """Triton, where it is installed, keeps what it compiles in our cache, unless its own variable says where.
 
-    :raises Exception: Triton is absent or broken.
+    :raises Exception: it is broken, or there is no folder for the cache.
     """
-    if not environment("TRITON_CACHE_DIR"):
+    if importlib.util.find_spec("triton") and not environment("TRITON_CACHE_DIR"):
         importlib.import_module("phyai_kernels.tiles").keep_compiled(cache_dir() / "triton")
+
+
+def _interpreted() -> bool:
+    """Triton runs its kernels on the CPU in this process."""
+    tiles = sys.modules.get("phyai_kernels.tiles")
+    return tiles is not None and bool(tiles.INTERPRETED)
 
 
 def _first_line(failure: Exception) -> str:

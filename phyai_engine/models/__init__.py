@@ -6,7 +6,7 @@ This module imports no torch, so that the runner and the numpy models need none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,3 +70,18 @@ class Capturable(Model, Protocol):
 
     def encode(self, staged: Mapping[str, Any], on_phase: Callable[[str], None] = ...) -> Any:
         """``prefix`` from staged arrays on the device. :param on_phase: each phase that it names is a graph."""
+
+
+class Work(NamedTuple):
+    """Of one phase: operations, and bytes that it cannot avoid to move."""
+
+    flop: float
+    bytes: float
+
+
+@runtime_checkable
+class Counted(Model, Protocol):
+    """A model that knows how much a request asks of it."""
+
+    def work(self, rows: Sequence[Mapping[str, NDArray[Any]]]) -> Mapping[str, Work]:
+        """Phase -> its work; ``step`` is each of the solver's. :param rows: the inputs of each row of a batch."""

@@ -26,12 +26,13 @@ from phyai_engine.errors import ConfigError, EngineError
 from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
-from phyai_engine.models import pi_compact
+from phyai_engine.models import Work, pi_compact
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
 from phyai_engine.models.pi_coded import check_device, code, coded_shapes
 from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions
+from phyai_engine.models.pi_work import phase_work
 from phyai_engine.types import BufferSpec, ModelSpec
 from phyai_engine.weights.header import Shape, stored_tensors
 from phyai_engine.weights.loading import check_tensors, device_of, stream_tensors
@@ -283,6 +284,11 @@ class PiModel(nn.Module):
     def stage(self, shape: BatchShape, rows: Sequence[pi_compact.Inputs], into: Mapping[str, NDArray[Any]]) -> None:
         """See :class:`phyai_engine.models.Capturable`."""
         pi_compact.stage(self.options, shape, rows, into)
+
+    def work(self, rows: Sequence[pi_compact.Inputs]) -> Mapping[str, Work]:
+        """See :class:`phyai_engine.models.Counted`."""
+        sizes = (dtype.itemsize for dtype in (self.dtype, _vision_dtype(self.options, self.dtype)))
+        return phase_work(self.options, self.shape_of(rows), *sizes)
 
     @torch.no_grad()
     def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None) -> PiPrefix:

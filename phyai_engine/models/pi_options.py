@@ -65,7 +65,7 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     time_rule: Literal["accumulate", "direct"] = "accumulate"
     min_period: Positive = 4e-3
     max_period: Positive = 4.0
-    kernels: Literal["auto", "triton", "reference"] = "auto"
+    kernels: Literal["auto", "triton", "flashinfer", "reference"] = "auto"
     quant: Literal["none", "w8a8_fp8"] = "none"
     quant_keep: tuple[str, ...] = ()
     quant_scales: str = ""

@@ -53,6 +53,10 @@ class EnginePolicy(Protocol):
         """That robot is gone."""
         ...
 
+    def keep_warm(self) -> None:
+        """A short piece of work, so that the accelerator keeps its clock; asked for only where a model file does."""
+        ...
+
 
 Load = Callable[..., EnginePolicy]
 """(RobotConfig, ModelConfig), and the sizes of the batches that will come if more than one row ever does."""
@@ -116,10 +120,17 @@ class Compute:
         self._current: list[Work] = []
         self._phase: Phase = "loading"
         self._stopping = False
+        self._keep_warm_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def start(self, load: Callable[[], EnginePolicy], warm_up_count: int, batches: Sequence[int] = ()) -> None:
-        """Start the thread; it posts one Ready, then one Work per request put."""
+    def start(
+        self, load: Callable[[], EnginePolicy], warm_up_count: int, batches: Sequence[int] = (), keep_warm_s: float = 0.0
+    ) -> None:
+        """Start the thread; it posts one Ready, then one Work per request put.
+
+        :param keep_warm_s: time between two ``keep_warm`` while nothing is asked; 0 = never.
+        """
+        self._keep_warm_s = keep_warm_s
         arguments = load, warm_up_count, batches
         self._thread = threading.Thread(target=self._run, args=arguments, name="phyai-compute", daemon=True)
         self._thread.start()
@@ -199,7 +210,7 @@ class Compute:
         self._policy = policy
         self._set_phase("idle")
         self._post(ready)
-        while batch := self._next():
+        while batch := self._next(policy):
             for work, result in zip(batch, self._infer(policy, batch), strict=True):
                 work.result = result
             with self._condition:
@@ -211,14 +222,24 @@ class Compute:
         with self._condition:
             self._phase = phase
 
-    def _next(self) -> list[Work]:
+    def _next(self, policy: EnginePolicy) -> list[Work]:
         """The next batch; empty when it is time to end."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._stopping or bool(self._queued))
-            if self._stopping:
-                return []
-            self._current, self._queued, self._phase = self._queued, [], "busy"
-            return self._current
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stopping or bool(self._queued), self._keep_warm_s or None)
+                if self._stopping:
+                    return []
+                if self._queued:
+                    self._current, self._queued, self._phase = self._queued, [], "busy"
+                    return self._current
+            self._keep_warm(policy)  # without the lock: a request is taken meanwhile, and waits a millisecond or two
+
+    def _keep_warm(self, policy: EnginePolicy) -> None:
+        try:
+            policy.keep_warm()
+        except Exception:  # what is wrong with the device is the next request's to say
+            _log.exception("keeping the accelerator warm failed; it is not tried again")
+            self._keep_warm_s = 0.0
 
     def _infer(self, policy: EnginePolicy, batch: Sequence[Work]) -> list[Chunk | Failure]:
         """One result per row; what a row raises is that row's alone."""

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +179,8 @@ class _Worker:
         self._kept = KeptStreams([camera.name for camera in robot.cameras])
         self._compute = Compute(self._post, robot, self._threads)
         batches = (hello.batches,) if hello.batches else ()
-        self._compute.start(lambda: self._load(robot, model, *batches), hello.warm_up_count, hello.batches)
+        load = partial(self._load, robot, model, *batches)
+        self._compute.start(load, hello.warm_up_count, hello.batches, model.keep_warm_s)
 
     def _on_join(self, peer: bytes, join: Join) -> None:
         """In this thread: an adapter is numpy alone, and the compute thread is to go on with its batches."""

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,20 +16,25 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from phyai_engine.adapter import Adapter
-from phyai_engine.bench.clocks import CudaClock, HostClock
+from phyai_engine.bench.ceilings import Ceilings, rates
 from phyai_engine.bench.command import DEFAULT_RUNS, BenchOptions, model_config, robot_config
-from phyai_engine.bench.measure import Bench, Measured, device_of, measure
+from phyai_engine.bench.measure import Bench, Measured, measure
 from phyai_engine.bench.result import Result
 from phyai_engine.bench.synthetic import Requests, fill, requests, text, with_cameras
 from phyai_engine.cli import app
+from phyai_engine.clocks import CudaClock, HostClock, clock_of, device_of
 from phyai_engine.config import ModelConfig, Normalisation, PromptConfig, RobotConfig, load_model, load_robot, resolve
 from phyai_engine.errors import ConfigError
-from phyai_engine.models import Model
+from phyai_engine.models import Model, Work
 from phyai_engine.models.fake import FakeModel, FakeOptions
+from phyai_engine.models.pi import PiModel
+from phyai_engine.models.pi_compact import BatchShape
 from phyai_engine.models.pi_options import PiOptions
+from phyai_engine.models.pi_work import phase_work
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.runner import Runner
 from phyai_engine.transforms.tokenizer import ByteTokenizer
@@ -65,7 +70,7 @@ def test_a_demo_model_is_measured_phase_by_phase(model: str, tmp_path: Path) -> 
     code, text, errors = run(model, "--robot", "arm7", "--device", "cpu", "--n", 1, "--warm-up", 1, "--out", out)
     assert code == 0, errors
     result = read(out)
-    assert list(result.phases) == ["encode", "copy_in", "vision", "prefix", *STEPS, "copy_out", "decode"]
+    assert list(result.phases) == ["encode", "stage", "copy_in", "vision", "prefix", *STEPS, "copy_out", "decode"]
     within = sum(figures.p50_ms for figures in result.phases.values())
     assert 0.5 * result.end_to_end.p50_ms < within <= result.end_to_end.p50_ms
     assert result.steps_sum.p50_ms == pytest.approx(sum(result.phases[step].p50_ms for step in STEPS))
@@ -83,11 +88,18 @@ def test_a_demo_model_is_measured_phase_by_phase(model: str, tmp_path: Path) -> 
     assert result.memory.weights > 100_000
     assert result.memory.peak_ratio == pytest.approx(result.memory.peak_rss / result.memory.weights)
     assert result.environment.torch == str(torch.__version__)
+    assert result.ceilings is not None and result.ceilings.dtype == "float32"
+    assert list(result.rates) == ["vision", "prefix", "step"]
+    for phase, rate in result.rates.items():
+        ms = (result.steps if phase == "step" else result.phases[phase]).p50_ms
+        assert rate.tflop_s * ms == pytest.approx(rate.flop / 1e9) and rate.tb_s * ms == pytest.approx(rate.bytes / 1e9)
+        assert 0 < rate.floor_ms < ms, "faster than the machine"
     assert "50x32 -> 50x7 (model -> robot), all finite" in text
     assert text.rstrip().endswith("┘"), "the table is the last thing printed"
     assert [*rows(text)] == [
-        *("pre-processing", "copy in", "vision", "prefix", "step 0"),
-        *("each of 10 steps", "all steps", "copy out", "decode", "copy in to copy out", "end to end"),
+        *("pre-processing", "staging", "copy in", "vision", "prefix", "step 0"),
+        *("each of 10 steps", "all steps", "copy out", "decode", "staging to copy out", "end to end"),
+        "each step",
     ]
     assert rows(text)["end to end"] == ["1", *3 * [f"{result.end_to_end.p50_ms:.2f}"]]
 
@@ -126,6 +138,7 @@ def test_a_model_without_torch_is_measured_where_there_is_none(tmp_path: Path) -
     assert result.phases["prefix"].p50_ms > 3.0  # its configured latency: 20 ms over 5 calls
     assert (result.memory.weights, result.memory.peak_ratio) == (0, None)
     assert (result.environment.torch, result.environment.threads) == ("not used", 0)
+    assert (result.ceilings, result.rates) == (None, {})
     assert "no weights" in done.stdout
     assert "no prompt" in done.stdout
 
@@ -187,13 +200,59 @@ def test_a_demo_model_is_measured_on_cuda(tmp_path: Path) -> None:
     code, text, errors = run("pi05_demo", "--robot", "arm7", "--device", "cuda", "--n", 1, "--out", out)
     assert code == 0, errors
     result = read(out)
-    assert list(result.phases) == ["encode", "copy_in", "vision", "prefix", *STEPS, "copy_out", "decode"]
+    assert list(result.phases) == ["encode", "stage", "copy_in", "vision", "prefix", *STEPS, "copy_out", "decode"]
     assert all(figures.p50_ms > 0 for figures in result.phases.values())
     # Two clocks: the device's between the borders, the host's around it all.
     assert sum(figures.p50_ms for figures in result.phases.values()) <= 1.02 * result.end_to_end.p50_ms
     assert result.memory.peak_device is not None
     assert result.memory.peak_device >= result.memory.weights > 100_000
     assert result.phase_clock in " ".join(text.split())  # a narrow title wraps
+
+
+# --- what was asked for ---
+
+
+def test_the_work_of_the_released_pi05_is_that_of_its_dimensions() -> None:
+    """Three cameras, 200 prompt tokens, bfloat16: the published layers multiplied out."""
+    work = phase_work(PiOptions(), BatchShape(1, 3, 968), 2, 2)
+    assert work["vision"].flop / 1e9 == pytest.approx(660.5, rel=1e-3)
+    assert work["prefix"].flop / 1e9 == pytest.approx(3756.2, rel=1e-3)
+    assert work["prefix"].bytes / 1e6 == pytest.approx(3745.5 + 17.8, rel=1e-3)
+    assert work["step"].flop / 1e9 == pytest.approx(38.65, rel=1e-3)
+    assert work["step"].bytes / 1e6 == pytest.approx(622.9 + 18.8, rel=2e-3)
+
+
+@pytest.mark.parametrize("variant", ["pi05", "pi0"])
+@pytest.mark.parametrize("seen", [(True, True), (False, True)])
+def test_the_work_is_what_the_model_multiplies(variant: Any, seen: tuple[bool, bool]) -> None:
+    sizes: dict[str, Any] = {
+        "vocab": 64, "vis_width": 16, "vis_depth": 2, "vis_mlp": 32, "vis_heads": 2, "width": 32, "depth": 3,
+        "mlp": 64, "heads": 4, "kv_heads": 1, "head_dim": 8, "exp_width": 24, "exp_mlp": 48, "action_dim": 5,
+        "action_horizon": 8, "num_steps": 5, "prompt_len": 9, "image_size": 20, "patch": 4, "cameras": ("a", "b"),
+    }  # fmt: skip
+    model = PiModel.random(PiOptions(variant=variant, **sizes), seed=1)
+    inputs = {
+        "images": np.zeros((2, 3, 20, 20), np.float32), "image_mask": np.array(seen),
+        "tokens": np.zeros(9, np.int64), "token_mask": np.arange(9) < 6, "state": np.zeros(5, np.float32),
+    }  # fmt: skip
+    work = model.work([inputs])
+    with FlopCounterMode(display=False) as encoded:
+        prefix = model.prefix({name: model.to_device(array[None]) for name, array in inputs.items()})
+    with FlopCounterMode(display=False) as stepped:
+        model.velocity(prefix, torch.zeros(1, 8, 5), 1)
+    length, after = 25 * sum(seen) + 6, 9 if variant == "pi0" else 8
+    # The reference multiplies the slab's free columns too, and hides them.
+    hidden = 2 * 4 * 32 * (length * after + (8 if variant == "pi0" else 0))
+    assert encoded.get_total_flops() == work["vision"].flop + work["prefix"].flop + hidden
+    assert stepped.get_total_flops() == work["step"].flop
+
+
+def test_a_rate_is_work_over_time_and_its_floor_the_longer_of_two() -> None:
+    most = Ceilings(tb_s=2.0, tflop_s=100.0, side=1, dtype="float32")
+    found = rates({"a": Work(1e12, 1e9), "b": Work(1e9, 4e12), "c": Work(1.0, 1.0)}, {"a": 20.0, "b": 4000.0}, most)
+    assert list(found) == ["a", "b"]
+    assert (found["a"].tflop_s, found["a"].tb_s, found["a"].floor_ms) == pytest.approx((50.0, 0.05, 10.0))
+    assert found["b"].floor_ms == pytest.approx(2000.0)
 
 
 # --- where the time went ---
@@ -247,7 +306,7 @@ def test_a_planted_slow_phase_stands_in_its_row(phase: str, monkeypatch: pytest.
     outside = phase in ("encode", "decode")
     result = measured(Slow(phase, 0.0 if outside else 0.05), monkeypatch, phase if outside else "", warm_up=0, n=3)
     phases = result.phases()
-    assert [*phases] == ["encode", "copy_in", "vision", "prefix", *STEPS[:4], "copy_out", "decode"]
+    assert [*phases] == ["encode", "stage", "copy_in", "vision", "prefix", *STEPS[:4], "copy_out", "decode"]
     medians = {name: figures.p50_ms for name, figures in phases.items()}
     assert medians.pop(phase) >= 50.0
     assert max(medians.values()) < 25.0
@@ -325,6 +384,30 @@ def test_cuda_phases_are_event_pairs_and_closed_nvtx_ranges() -> None:
         assert cuda.log == ["<encode", ">", "<copy_in", ">", "<prefix", ">"], "nothing waits while a run lasts"
         assert clock.take() == {"copy_in": 1.0, "prefix": 1.0}
         assert cuda.log[-1].startswith("wait for")
+
+
+def test_a_run_that_was_not_finished_is_forgotten_without_waiting() -> None:
+    cuda = StandInCuda()
+    clock = CudaClock(cuda)
+    clock("stage")
+    clock("copy_in")
+    clock.drop()
+    assert cuda.log == ["<stage", ">", "<copy_in", ">"]
+    clock("stage")
+    clock("end")
+    assert clock.take() == {"stage": 1.0}
+    host = HostClock()
+    host("stage")
+    host.drop()
+    assert host.take() == {}
+
+
+def test_the_clock_follows_where_the_model_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(FakeOptions())
+    assert isinstance(clock_of(model), HostClock)
+    on_gpu = SimpleNamespace(device="cuda:0")
+    monkeypatch.setattr(model, "to_device", lambda _: on_gpu)
+    assert isinstance(clock_of(model), CudaClock)
 
 
 # --- what is measured ---

@@ -300,6 +300,17 @@ def test_a_replay_reads_nothing_that_an_earlier_one_left(text: str) -> None:
 
 
 @pytest.mark.gpu
+def test_keeping_warm_changes_no_bit() -> None:
+    options = small(dtype="bfloat16")
+    model = PiModel.random(options, seed=3, device="cuda")
+    graphs = Graphs(model, (1,))
+    runner, request = Runner(model, graphs=graphs), some_rows(options)[0]
+    wanted = actions_of(runner, [request])
+    graphs.keep_warm()
+    np.testing.assert_array_equal(actions_of(runner, [request]), wanted)
+
+
+@pytest.mark.gpu
 def test_memory_does_not_grow_with_requests() -> None:
     options = small(dtype="bfloat16")
     model = PiModel.random(options, seed=3, device="cuda")

@@ -334,7 +334,7 @@ def test_the_position_table_follows_the_image() -> None:
         ({"cameras": []}, "length >= 1"),
         ({"num_steps": 0}, r"num_steps"),
         ({"min_period": 4.0}, "min_period must be below max_period"),
-        ({"kernels": "flashinfer"}, "kernels"),
+        ({"kernels": "fastest"}, "kernels"),
         ({"exp_widht": 16}, "unknown key 'exp_widht'.*Did you mean 'exp_width'"),
     ],
 )

@@ -27,7 +27,7 @@ from phyai_engine.config import (
     resolve,
 )
 from phyai_engine.errors import CancelledError, ConfigError, EngineError, PhyaiError, RefusalError
-from phyai_engine.policy import MODELS, Policy, load_policy
+from phyai_engine.policy import MODELS, Policy, arrival_size, load_policy
 from phyai_engine.types import F64, CancelToken, Chunk, Committed, Observation, Refusal, Request
 
 ROBOT = RobotConfig(
@@ -285,3 +285,20 @@ def test_the_fake_model_on_the_shipped_robots_starts_where_they_are(robot_name: 
     np.testing.assert_allclose(actions[0], start, atol=1e-5)
     rates = np.abs(np.diff(actions, axis=0)).max(axis=0) / robot.dt_s
     assert (rates <= robot.limit("velocity_max", np.inf)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [
+        ({"family": "pi05"}, 224),
+        ({"family": "pi0", "options": {"image_size": 96}}, 96),
+        ({"family": "fake"}, 64),
+        ({"family": "pi05", "resize": "float"}, 0),
+        ({"family": "pi05", "options": {"image_size": "large"}}, 0),
+        ({"family": "of another version"}, 0),
+    ],
+)
+def test_images_may_arrive_in_the_models_size_where_its_resampler_ends_in_bytes(
+    change: dict[str, Any], size: int
+) -> None:
+    assert arrival_size(ModelConfig(**change)) == size

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.nn import functional
 
+from phyai_engine.config import load_robot, resolve
 from phyai_engine.transforms import image
 from phyai_engine.types import F32, U8
 
@@ -82,6 +84,19 @@ def test_float_path_is_torch_to_the_bit(shape: tuple[int, int], size: int, threa
     else:
         atol = 4e-7
     np.testing.assert_allclose(planes, wanted, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_was_fitted_on_arrival_makes_the_same_planes(shape: tuple[int, int]) -> None:
+    robot = load_robot(resolve("robots", "arm7"))
+    front, wrist = robot.cameras
+    robot = msgspec.structs.replace(robot, cameras=(front, msgspec.structs.replace(wrist, rotation_deg=180)))
+    keep, picture = image.fitted_on_arrival(robot, 224), noise(*shape)
+    small = keep(front.name, picture)
+    assert (small.shape, small.dtype) == ((224, 224, 3), np.uint8)
+    np.testing.assert_array_equal(image.planes(small, 224), image.planes(picture, 224))
+    assert keep(wrist.name, picture) is picture  # it is turned before it is resized
+    assert image.fitted_on_arrival(robot, 0)(front.name, picture) is picture
 
 
 @pytest.mark.gpu

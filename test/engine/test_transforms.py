@@ -54,12 +54,20 @@ def test_the_right_size_passes_unchanged() -> None:
 
 def test_values_map_to_minus_one_to_one() -> None:
     pixels = np.array([[[0, 51, 255]]], dtype=np.uint8)
-    planes = image.to_planes(pixels)
+    planes = image.planes(pixels, 1)
     assert planes.dtype == np.float32
     assert planes.shape == (3, 1, 1)
     assert planes.flags.c_contiguous
     np.testing.assert_allclose(planes.ravel(), [-1.0, -0.6, 1.0], atol=1e-7)
-    assert (image.black_planes(4) == -1).all()
+
+
+@pytest.mark.parametrize("resize", ["pillow", "float"])
+def test_planes_are_written_where_they_are_wanted(resize: Any) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    together = np.full((2, 3, 16, 16), np.nan, dtype=np.float32)
+    image.planes(pixels, 16, resize=resize, out=together[1])
+    np.testing.assert_array_equal(together[1], image.planes(pixels, 16, resize=resize))
+    assert np.isnan(together[0]).all()
 
 
 # --- state ---

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,13 +64,16 @@ def choice(op: str, kind: Any = "triton", device: torch.device = CPU) -> tuple[A
 def test_operators_references_kernels_and_tables_are_the_same_set() -> None:
     shared = {"reference", "backward", "tiles", "products", "products_fp8", "hopper"}
     files = {path.stem for path in KERNELS.glob("*.py")} - shared
-    assert files <= set(OPERATORS), "a kernel file without a field of Ops"
-    assert {op for op, kinds in ops.CANDIDATES.items() if kinds} == files
+    own = {file for file in files if not file.startswith("flashinfer_")}
+    assert own <= set(OPERATORS), "a kernel file without a field of Ops"
+    assert {op for op, kinds in ops.CANDIDATES.items() if set(kinds) - {"flashinfer"}} == own
+    others = {f"flashinfer_{op}" for op, kinds in ops.CANDIDATES.items() if "flashinfer" in kinds}
+    assert others == files - own
     assert set(ops.CANDIDATES) == set(ops.DIMS) == set(OPERATORS)
     for op in OPERATORS:
         assert getattr(Ops(), op) is getattr(reference, op), f"{op} has no reference"
-        for module in ops.CANDIDATES[op].values():
-            assert module == f"phyai_kernels.{op}"
+        for kind, module in ops.CANDIDATES[op].items():
+            assert module == f"phyai_kernels.{op if kind == 'triton' else f'{kind}_{op}'}"
 
 
 def test_every_operator_is_bound_on_its_device(device: torch.device) -> None:
@@ -242,14 +245,14 @@ def test_outside_the_interpreter_a_cpu_has_no_kernels(device: torch.device, monk
 
 def test_the_interpreter_is_not_for_auto(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("phyai_kernels.tiles"), "INTERPRETED", True)
-    _, why = choice("gelu_mul", "auto", torch.device("cuda"))
+    _, why = choice("linear", "auto", torch.device("cuda"))
     assert why.startswith(
         "reference, triton: runs in its interpreter in this process, which is for tests only; by rules"
     )
 
 
 def test_what_is_asked_must_exist() -> None:
-    with pytest.raises(EngineError, match="wanted one of auto, triton, reference"):
+    with pytest.raises(EngineError, match="wanted one of auto, triton, flashinfer, reference"):
         load_ops("fast", device=CPU, shapes=[])
     with pytest.raises(EngineError, match="unknown operator"):
         OpShape("matmul", torch.float32, (1,))
@@ -259,6 +262,36 @@ def test_what_is_asked_must_exist() -> None:
         OpShape("rms_norm", torch.float32, (1, 0))
     with pytest.raises(EngineError, match="float64"):
         OpShape("rms_norm", torch.float64, (1, 2))
+
+
+def test_flashinfer_is_a_candidate_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, "phyai_kernels.flashinfer_gelu_mul", raising=False)
+    bound, why = choice("gelu_mul", "flashinfer")
+    assert bound is reference.gelu_mul
+    assert why.startswith("reference, flashinfer: cannot be imported: ModuleNotFoundError")
+    assert choice("attend", "flashinfer") == (reference.attend, "reference, it has no flashinfer form")
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gelu_mul"])
+def test_flashinfer_is_called_as_its_functions_want_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With what stands for FlashInfer and does as its documentation says: writing over its arguments, 2 dimensions."""
+
+    def added(out: Any, stream: Any, weight: Any, eps: float) -> None:
+        assert out.dim() == stream.dim() == 2 and weight.dtype == out.dtype and eps == reference.EPS
+        stream += out
+        out.copy_(reference.rms_norm(stream, weight.float())[1])
+
+    norm = SimpleNamespace(
+        gemma_rmsnorm=lambda x, weight, eps: reference.rms_norm(x, weight.float())[1], gemma_fused_add_rmsnorm=added
+    )
+    package = SimpleNamespace(norm=norm, activation=SimpleNamespace(gelu_tanh_and_mul=reference.gelu_mul))
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.delitem(sys.modules, f"phyai_kernels.flashinfer_{name}", raising=False)
+    function = getattr(importlib.import_module(f"phyai_kernels.flashinfer_{name}"), name)
+    assert largest_error(name, torch.bfloat16, (3, 40), function, CPU) <= TOLERANCES[torch.bfloat16]
+    with pytest.raises(ValueError, match="no kernel for"):
+        largest_error(name, torch.float32, (3, 40), function, CPU)
 
 
 @pytest.mark.gpu

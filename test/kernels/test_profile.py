@@ -11,6 +11,7 @@ import pytest
 import torch
 from phyai_kernels import reference
 
+from phyai_engine import doctor
 from phyai_engine.config import config_dir, convert, read_yaml
 from phyai_engine.errors import ConfigError
 from phyai_engine.layers import ops, profile
@@ -88,6 +89,103 @@ def test_a_call_of_another_size_takes_the_nearest_row() -> None:
     assert chosen(torch.ones(70, 20).bfloat16(), weight.bfloat16()) == "b"
 
 
+def twice(monkeypatch: pytest.MonkeyPatch, **factors: float) -> None:
+    """A candidate of ``linear`` for each kind; a factor other than 1 makes it wrong."""
+    kinds = {}
+    for kind, factor in factors.items():
+        module = ModuleType(f"phyai_kernels.candidate_{kind}")
+
+        def linear(x: Any, weight: Any, bias: Any = None, *, factor: float = factor, kind: str = kind) -> Any:
+            return reference.linear(x, weight, bias) * factor
+
+        linear.kind = kind  # type: ignore[attr-defined]
+        module.linear = linear  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        kinds[kind] = module.__name__
+    monkeypatch.setitem(ops.CANDIDATES, "linear", kinds)
+
+
+@pytest.mark.gpu
+def test_doctor_shows_what_an_edited_row_binds(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of the accelerator's own file, both ways."""
+    if device.type == "cpu":
+        pytest.skip("a CPU binds the reference anyway")
+    monkeypatch.setattr(profile, "config_dir", lambda: tmp_path)
+    (tmp_path / "profiles").mkdir()
+    dims, name = (968, 2048), profile.accelerator_name(device)
+    found = {}
+    for choice in ("triton", "reference"):
+        row = Measured(op="rms_norm", dtype="bfloat16", dims=dims, choice=choice, us={choice: 1.0})
+        save(Profile(accelerator=name, made="by hand", rows=(row,)), profile_path(name))
+        found[choice] = {each.topic: each.value for each in doctor.check_kernels(doctor.Machine())}
+    assert found["triton"]["kernel rms_norm"].startswith("triton, equals the reference at 1 shape")
+    assert found["reference"]["kernel rms_norm"].startswith("reference, measured as the fastest")
+    assert f"by profile {profile_path(name).name}" in found["reference"]["kernel rms_norm"]
+    assert found["triton"]["kernel attend"] == found["reference"]["kernel attend"]
+
+
+def test_each_shape_takes_the_kind_that_was_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    twice(monkeypatch, triton=1.0, flashinfer=1.0)
+    bound, why = ops._bind("linear", "auto", CPU, {FEW: "flashinfer", MANY: ""}, ops.CANDIDATES["linear"])
+    assert isinstance(bound, ByShape)
+    assert [bound._table[shape.dtype, shape.dims].kind for shape in (FEW, MANY)] == ["flashinfer", "triton"]
+    assert "flashinfer, equals the reference at 1 shape" in why and "triton, equals the reference at 1 shape" in why
+
+
+def test_a_wrong_kind_leaves_its_shapes_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    twice(monkeypatch, triton=1.0, flashinfer=1.1)
+    choices = {FEW: "flashinfer", MANY: "reference"}
+    bound, why = ops._bind("linear", "auto", CPU, choices, ops.CANDIDATES["linear"])
+    assert [getattr(bound._table[s.dtype, s.dims], "kind", "") for s in (FEW, MANY)] == ["triton", ""]
+    assert "flashinfer: is wrong at rows 3" in why
+    twice(monkeypatch, triton=1.1, flashinfer=1.1)
+    bound, why = ops._bind("linear", "auto", CPU, choices, ops.CANDIDATES["linear"])
+    assert bound is None and why.count("is wrong at rows 3") == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "tried"),
+    [((11, 0), None, "Jetson Thor (sm_110), not measured: triton, then the reference"),
+     ((12, 0), None, "(sm_120), not measured: triton"),
+     ((8, 9), None, "(sm_89), not measured: triton"),
+     ((8, 0), None, "A100 (sm_80), not measured: triton"),
+     ((7, 5), None, "any other (any), not measured: triton"),
+     ((9, 0), "6.4", "AMD, ROCm (hip), not measured: the reference; the kernels were never run there")],
+)  # fmt: skip
+def test_an_accelerator_without_a_profile_has_a_rule(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, tried: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some Board")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    spied(monkeypatch, factor=1.1)
+    tries: list[str] = []
+    monkeypatch.setattr(ops, "_try_candidate", lambda op, *_: (tries.append(op), (None, "was tried"))[1])
+    bound = load_ops("auto", device=torch.device("cuda"), shapes=[FEW])
+    assert bound.linear is reference.linear
+    assert (
+        "by rules, no measured profile some_board.yaml: `phyai tune` writes one; rule for " in bound.reasons["linear"]
+    )
+    assert tried in bound.reasons["linear"]
+    assert tries == ([] if hip else ["linear"])
+
+
+def test_rules_name_kinds_that_exist_and_one_is_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = convert(read_yaml(config_dir() / "profiles" / "rules.yaml"), profile.Rules, where="rules.yaml").rules
+    assert {kind for rule in rules for kind in rule.order} <= {"triton", "flashinfer"}
+    assert {"sm_110", "sm_120", "sm_89", "sm_80", "hip", "any"} <= {rule.matches for rule in rules}
+    monkeypatch.setattr(profile, "config_dir", lambda: tmp_path)
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "rules.yaml").write_text("rules: [{matches: sm_1, name: x, order: [], why: y}]\n")
+    with pytest.raises(ConfigError, match="matches: any"):
+        profile.load_rule(CPU)
+
+
 def test_without_a_profile_the_rules_decide_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "config_dir", lambda: tmp_path)
     assert profile_path("NVIDIA H200").name == "h200.yaml"
@@ -118,7 +216,7 @@ def test_what_tune_writes_is_what_the_selector_reads(tmp_path: Path) -> None:
     [
         path
         for path in sorted((config_dir() / "profiles").glob("*.yaml"))
-        if "ros__parameters" not in path.read_text(encoding="utf-8")
+        if path.name != "rules.yaml" and "ros__parameters" not in path.read_text(encoding="utf-8")
     ],
     ids=lambda path: path.stem,
 )

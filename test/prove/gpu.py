@@ -17,16 +17,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import checkout
+import gpu_model
 import numpy as np
 import torch
 from evidence import conclude, options, show
+from gpu_model import row
 
-from phyai_engine.bench.clocks import CudaClock
+from phyai_engine.bench.ceilings import ceilings
 from phyai_engine.golden import run_golden
 from phyai_engine.graphs import Graphs
 from phyai_engine.models.pi import PiModel, PiOptions
 from phyai_engine.models.pi_compact import BatchShape
-from phyai_engine.rtc import IDENTITY, Guidance, gain_table, prefix_weights
+from phyai_engine.rtc import IDENTITY, Guidance
 from phyai_engine.runner import Runner
 from phyai_engine.types import Row
 
@@ -35,52 +37,16 @@ CASES = (("pi05", 3, 200, 13.0), ("pi05", 3, 16, 11.5), ("pi05", 2, 200, 10.8), 
 WARM_UP = 10
 
 
-def row(o: PiOptions, seed: int, cameras: int, prompt: int, *, guided: bool = False) -> Row:
-    """A random request of the first cameras."""
-    draw = np.random.default_rng(seed)
-    count, chunk = len(o.cameras), (o.action_horizon, o.action_dim)
-    inputs = {
-        "images": draw.uniform(-1, 1, (count, 3, o.image_size, o.image_size)).astype(np.float32),
-        "image_mask": np.arange(count) < cameras,
-        "tokens": draw.integers(0, o.vocab, o.prompt_len),
-        "token_mask": np.arange(o.prompt_len) < prompt,
-    }
-    if o.variant == "pi0":
-        inputs["state"] = draw.uniform(-1, 1, o.action_dim).astype(np.float32)
-    weights = prefix_weights(o.action_horizon, 2, o.action_horizon // 2)[:, None] * np.float32(guided)
-    return Row(
-        inputs=inputs,
-        target=draw.uniform(-1, 1, chunk).astype(np.float32),
-        weight=np.broadcast_to(weights, chunk).copy(),
-        gain=gain_table([1.0 - k / o.num_steps for k in range(o.num_steps)], beta=5.0),
-        seed=seed,
-    )
+def request(o: PiOptions, seed: int, cameras: int, prompt: int, *, guidance: Guidance | None = None) -> Row:
+    """A random request of the first cameras. :param guidance: None: without committed actions."""
+    seen = [i < cameras for i in range(len(o.cameras))]
+    if guidance is None:
+        return row(o, seed, prompt=prompt, cameras=seen)
+    return row(o, seed, prompt=prompt, cameras=seen, delay=2, guidance=guidance)
 
 
-def ceilings() -> str:
-    """Copy bandwidth and bf16 matrix rate of the device."""
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    copy_ms, product_ms = (_median_ms(call) for call in (lambda: target.copy_(source), lambda: a @ b))
-    rate, speed = 2 * source.nbytes / copy_ms / 1e9, 2 * 8192**3 / product_ms / 1e9
-    return f"copy {rate:.2f} TB/s, 8192^3 bf16 product {speed:.0f} TFLOP/s"
-
-
-def _median_ms(call: Any) -> float:
-    times = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def chunk(model: PiModel, request: Row, graphs: Graphs) -> Any:
-    return Runner(model, buckets=(1,), guidance=graphs.guidance, graphs=graphs).run([request])[0].actions
+def chunk(model: PiModel, asked: Row, graphs: Graphs) -> Any:
+    return Runner(model, buckets=(1,), guidance=graphs.guidance, graphs=graphs).run([asked])[0].actions
 
 
 def check(model: PiModel, graphs: Graphs, cases: Sequence[tuple[int, int]]) -> list[tuple[str, str, bool | None]]:
@@ -88,8 +54,9 @@ def check(model: PiModel, graphs: Graphs, cases: Sequence[tuple[int, int]]) -> l
     o, name = model.options, f"{model.options.variant}, {graphs.guidance.mode.value}"
     shapes = [captured.shape for captured in graphs.shapes]
     called = Graphs(model, guidance=graphs.guidance, replay=False, shapes=shapes)
-    requests = [row(o, 5, *case) for case in cases]
-    requests += [row(o, 6, *cases[0], guided=True), row(o, 7, cases[0][0], cases[0][1] // 2), row(o, 8, 1, 3)]
+    requests = [request(o, 5, *case) for case in cases]
+    requests += [request(o, 6, *cases[0], guidance=graphs.guidance)]
+    requests += [request(o, 7, cases[0][0], cases[0][1] // 2), request(o, 8, 1, 3)]
     equal = [np.array_equal(chunk(model, r, graphs), chunk(model, r, called)) for r in requests]
     finite = all(np.isfinite(chunk(model, r, graphs)).all() for r in requests)
     text = f"{sum(equal)} of {len(equal)} equal, {'all' if finite else 'NOT all'} finite"
@@ -104,13 +71,13 @@ def measure(
     model: PiModel, graphs: Graphs, cameras: int, prompt: int, n: int, *, guided: bool
 ) -> list[dict[str, float]]:
     """Phases of n runs, ms, and their sum."""
-    clock = CudaClock(torch.cuda)
-    runner = Runner(model, buckets=(1,), on_phase=clock, guidance=graphs.guidance, graphs=graphs)
-    requests = [row(model.options, seed, cameras, prompt, guided=guided) for seed in range(4)]
+    runner = Runner(model, buckets=(1,), guidance=graphs.guidance, graphs=graphs)
+    guidance = graphs.guidance if guided else None
+    requests = [request(model.options, seed, cameras, prompt, guidance=guidance) for seed in range(4)]
     runs = []
     for i in range(WARM_UP + n):
-        runner.run([requests[i % len(requests)]])
-        phases = clock.take()
+        phases = dict(runner.run([requests[i % len(requests)]])[0].phases)
+        phases["copy_in"] += phases.pop("stage")
         steps = sum(ms for name, ms in phases.items() if name.startswith("step"))
         runs.append({**phases, "steps": steps, "all": sum(phases.values())})
     return runs[WARM_UP:]
@@ -132,7 +99,9 @@ def main() -> int:
         print("no CUDA device")
         return 2
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    held: list[tuple[str, str, bool | None]] = [("ceilings", ceilings(), None)]
+    most = ceilings("cuda", "bfloat16")
+    text = f"copy {most.tb_s:.2f} TB/s, {most.side}^3 bf16 product {most.tflop_s:.0f} TFLOP/s"
+    held: list[tuple[str, str, bool | None]] = [("ceilings", text, None)]
     torch.cuda.empty_cache()
     for folder in ("pi0_tiny", "pi05_tiny"):
         report = run_golden(checkout.ROOT / "test" / "golden" / folder, "cuda")
@@ -143,8 +112,8 @@ def main() -> int:
         cases = [case for case in CASES if case[0] == variant]
         began = time.perf_counter()
         o = PiOptions(variant=variant, dtype="bfloat16", prompt_len=max(prompt for *_, prompt, _ in cases))
-        model = PiModel.random(o, seed=1, device="cuda")
-        held.append((f"{variant}: load and check the operators", f"{time.perf_counter() - began:.1f} s", None))
+        model = gpu_model.full_size(o)
+        held.append((f"{variant}: draw weights and check the operators", f"{time.perf_counter() - began:.1f} s", None))
         shapes = {BatchShape(1, cameras, cameras * o.image_tokens + prompt) for _, cameras, prompt, _ in cases}
         graphs = Graphs(model, shapes=sorted(shapes, reverse=True))
         held += check(model, graphs, [(cameras, prompt) for _, cameras, prompt, _ in cases])

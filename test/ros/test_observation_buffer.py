@@ -582,6 +582,21 @@ def test_a_frozen_camera_is_refused_when_asked_for() -> None:
     assert feed.snapshot(206).images["wrist"][0, 0, 0] == 4
 
 
+def test_images_are_changed_as_they_arrive_and_judged_as_they_came() -> None:
+    """A frozen camera is told by the pixels that it sent."""
+    seen: list[str] = []
+
+    def smaller(camera: str, image: U8) -> U8:
+        seen.append(camera)
+        return image[:2, :2] * 0
+
+    feed = Feed(frozen_frames=3, on_arrival=smaller)
+    for i, t in enumerate(range(100, 200, 20)):
+        feed.all(t, value=i)
+    assert set(seen) == {"front", "wrist"}
+    assert feed.snapshot(190).images["front"].shape == (2, 2, 3)
+
+
 def test_history_is_bounded_by_count_and_by_age() -> None:
     feed = Feed(camera_history=4, joint_history=8)
     for t in range(0, 4000, 10):

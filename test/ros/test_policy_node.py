@@ -605,6 +605,14 @@ def test_compressed_cameras_drive_the_robot_too(make_rig: Make, tmp_path: Any) -
     assert image.shape == (24, 32, 3) and np.abs(image[12, 16].astype(int) - [200, 30, 10]).max() < 8
 
 
+def test_images_are_resized_as_they_arrive_when_asked(make_rig: Make) -> None:
+    rig = make_rig(model={"image_size": 24}, resize_images="arrival")
+    rig.start()
+    rig.until(lambda: bool(rig.timings))
+    seen = rig.node._session.buffer.snapshot(rig.now_ns(), time.monotonic_ns())
+    assert {image.shape for image in seen.images.values()} == {(24, 24, 3)}
+
+
 def test_stop_is_finished_while_the_simulated_clock_stands_still(make_rig: Make) -> None:
     from rosgraph_msgs.msg import Clock as ClockMessage
 

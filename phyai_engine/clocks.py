@@ -1,12 +1,17 @@
-"""Clocks of the runner's phases: each is given to the Runner as ``on_phase`` and read after the run."""
+"""Clocks of the runner's phases, on the host or by CUDA events: told as each phase begins, read after the run."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Protocol
+
+import numpy as np
+
+from phyai_engine.models import Model
 
 END = "end"
 
@@ -18,7 +23,10 @@ class PhaseClock(Protocol):
         """A phase begins; ``end`` closes the last one."""
 
     def take(self) -> dict[str, float]:
-        """Phase -> duration [ms] since the last call, in order of their start."""
+        """Phase -> duration [ms] since the last call, in order of their start. Waits for the last phase's end."""
+
+    def drop(self) -> None:
+        """Forget a run that was not finished, without waiting."""
 
     def named(self, phase: str) -> AbstractContextManager[None]:
         """A range that a profiler shows under this name, for what happens outside the runner."""
@@ -32,6 +40,10 @@ class HostClock:
 
     def __call__(self, phase: str) -> None:
         self._borders.append((phase, time.perf_counter_ns()))
+
+    def drop(self) -> None:
+        """See :class:`PhaseClock`."""
+        self._borders = []
 
     def take(self) -> dict[str, float]:
         """See :class:`PhaseClock`."""
@@ -56,7 +68,7 @@ class CudaClock:
         self._borders: list[tuple[str, Any]] = []
 
     def __call__(self, phase: str) -> None:
-        if self._borders:
+        if self._borders and self._borders[-1][0] != END:
             self._cuda.nvtx.range_pop()
         event = self._cuda.Event(enable_timing=True)
         event.record()
@@ -64,8 +76,14 @@ class CudaClock:
         if phase != END:
             self._cuda.nvtx.range_push(phase)
 
+    def drop(self) -> None:
+        """See :class:`PhaseClock`."""
+        if self._borders and self._borders[-1][0] != END:
+            self._cuda.nvtx.range_pop()
+        self._borders = []
+
     def take(self) -> dict[str, float]:
-        """See :class:`PhaseClock`. Waits for the last event."""
+        """See :class:`PhaseClock`."""
         borders, self._borders = self._borders, []
         if borders:
             borders[-1][1].synchronize()
@@ -87,3 +105,14 @@ def _sums(spans: Iterable[tuple[str, float]]) -> dict[str, float]:
     for name, ms in spans:
         total[name] = total.get(name, 0.0) + ms
     return total
+
+
+def device_of(model: Model) -> str:
+    """torch's name of where a model computes; ``cpu`` for models without torch."""
+    return str(getattr(model.to_device(np.zeros(1, dtype=np.float32)), "device", "cpu"))
+
+
+def clock_of(model: Model) -> PhaseClock:
+    """What times the phases where a model computes."""
+    on_cuda = device_of(model).startswith("cuda")
+    return CudaClock(importlib.import_module("torch").cuda) if on_cuda else HostClock()

@@ -1,0 +1,253 @@
+"""Each exact saving of pi0 and pi0.5 alone, side by side in one run on a GPU: the same work with and without it.
+
+Each form is one CUDA graph at full size in bfloat16; what the product no longer has is written out here. Where a saving
+takes work away from the device that can be timed by itself, "with" is nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gpu_model
+import numpy as np
+import torch
+from evidence import options, show
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from phyai_engine.layers.ops import OpShape
+from phyai_engine.models.backbones.gemma import GemmaStack
+from phyai_engine.models.pi import PiModel, PiOptions
+from phyai_engine.models.pi_compact import BatchShape
+from phyai_engine.trial import attempt, shipped
+
+Call = Callable[[], Any]
+Pair = tuple[str, Call | None, Call]
+
+
+@torch.no_grad()
+def graph_ms(call: Call | None, n: int) -> float:
+    """Median of n replays of a call that was captured."""
+    if call is None:
+        return 0.0
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for i in range(5 + n):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 5:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def staged(model: PiModel, shape: BatchShape, cameras: Sequence[bool], prompt: int) -> dict[str, Tensor]:
+    """A request on the device, arranged in a shape."""
+    inputs = gpu_model.row(model.options, 1, prompt=prompt, cameras=cameras).inputs
+    host = {name: np.zeros(spec.shape, spec.dtype) for name, spec in model.staged(shape).items()}
+    model.stage(shape, [inputs], host)
+    return {name: model.to_device(array) for name, array in host.items()}
+
+
+def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).to(dtype)
+
+
+def of_vision_and_prefix(model: PiModel) -> list[Pair]:
+    o = model.options
+    whole = staged(model, BatchShape(1, 3, 3 * o.image_tokens + 200), (True, True, True), 200)
+    few = (True, False, True), 16
+    padded, compact = (
+        staged(model, shape, *few)
+        for shape in (BatchShape(1, 3, 3 * o.image_tokens + 200), BatchShape(1, 2, 2 * o.image_tokens + 16))
+    )
+    full = GemmaStack(replace(model.language.options, keys_values_only=False), model.dtype).to("cuda")
+    for parameter in full.parameters():
+        parameter.requires_grad_(False).normal_(std=0.01)
+    tokens = model.embed(whole)
+    span = replace(model.encode(whole).actions, start=torch.zeros_like(whole["valid"]), lengths=whole["valid"])
+    span = replace(span, rotary=model._rotary(span.start, tokens.shape[1]))
+    table, words = some(o.vocab, o.width), whole["tokens"]
+    return [
+        (
+            "all cameras as one vision batch",
+            lambda: model.vision(whole["images"], model.ops),
+            lambda: [model.vision(whole["images"][i : i + 1], model.ops) for i in range(3)],
+        ),
+        (
+            "no padding, no masked camera (2 cameras, 16 tokens)",
+            lambda: model.encode(compact),
+            lambda: model.encode(padded),
+        ),
+        (
+            "last prefix layer: K and V only",
+            lambda: model.language.fill(tokens, span, model.language.plain_norm, model.ops),
+            lambda: full(tokens, span, full.plain_norm, model.ops),
+        ),
+        (
+            "embedding scale in the table",
+            lambda: functional.embedding(words, table),
+            lambda: functional.embedding(words, table) * o.width**0.5,
+        ),
+    ]
+
+
+def of_steps(model: PiModel) -> list[Pair]:
+    """Ten steps of pi0.5; layers' weights take turns, so that none stays in the cache."""
+    o = model.options
+    prefix = model.encode(staged(model, BatchShape(1, 3, 968), (True, True, True), 200))
+    x = torch.randn(1, o.action_horizon, o.action_dim, device="cuda")
+    dense = [(some(3 * o.exp_width, o.exp_width), some(3 * o.exp_width)) for _ in range(2 * o.depth + 1)]
+    mlp, condition = [some(o.exp_width, o.exp_width) for _ in range(2)], some(1, o.exp_width)
+    slabs = [some(1, o.kv_heads, 968, o.head_dim) for _ in range(2 * o.depth)]
+    own = some(1, o.kv_heads, o.action_horizon, o.head_dim)
+
+    def steps(before: Call) -> Call:
+        def run() -> None:
+            for step in range(o.num_steps):
+                before()
+                model.velocity(prefix, x, step)
+
+        return run
+
+    def modulate() -> None:
+        made = condition
+        for weight in mlp:
+            made = functional.silu(functional.linear(made, weight))
+        for weight, bias in dense:
+            functional.linear(made, weight, bias)
+
+    def joined() -> None:
+        for slab in slabs:
+            torch.cat((slab, own), dim=2)
+
+    plain = steps(lambda: None)
+    return [
+        ("time's modulation from a table", plain, steps(modulate)),
+        ("new K and V written behind the prefix's", plain, steps(joined)),
+    ]
+
+
+def of_pi0(model: PiModel) -> list[Pair]:
+    """Ten steps; the state token and the time MLP."""
+    o = model.options
+    prefix = model.encode(staged(model, BatchShape(1, 3, 816), (True, True, True), 48))
+    span, norm, horizon = prefix.actions, model.expert.plain_norm, o.action_horizon
+    both = replace(span, start=span.start - 1, rotary=model._rotary(span.start - 1, horizon + 1))
+    alone = replace(span, start=span.start - 1, lengths=span.start, rotary=model._rotary(span.start - 1, 1))
+    actions, state, x = some(1, horizon, o.exp_width), some(1, 1, o.exp_width), some(1, horizon, o.action_dim).float()
+    tokens = torch.cat((state, actions), dim=1)
+    wide = [
+        some(o.exp_width, 2 * o.exp_width).float(),
+        some(o.exp_width, o.exp_width).float(),
+        some(o.exp_width).float(),
+    ]
+    into, time = some(o.exp_width, o.action_dim).float(), some(1, 1, o.exp_width).float()
+
+    def once() -> None:
+        model.expert.fill(state, alone, norm, model.ops)
+        for _ in range(o.num_steps):
+            model.expert(actions, span, norm, model.ops)
+
+    def always() -> None:
+        for _ in range(o.num_steps):
+            model.expert(tokens, both, norm, model.ops)
+
+    def unfolded() -> None:
+        for _ in range(o.num_steps):
+            first = functional.linear(x, into)
+            inner = functional.linear(torch.cat((first, time.expand_as(first)), dim=-1), wide[0], wide[2])
+            functional.linear(functional.silu(inner), wide[1], wide[2])
+
+    def folded() -> None:
+        for step in range(o.num_steps):
+            model._into(x, step)
+
+    return [
+        ("pi0: the state token's K and V once", once, always),
+        ("pi0: time MLP folded into the action's projection", folded, unfolded),
+    ]
+
+
+def attention(model: PiModel) -> list[tuple[str, ...]]:
+    """us of one call: what the product has, and each of torch's."""
+    o, rows = model.options, []
+    shapes = {
+        "vision": (
+            len(o.cameras),
+            o.vis_heads,
+            o.vis_heads,
+            o.image_tokens,
+            o.image_tokens,
+            o.vis_width // o.vis_heads,
+        ),
+        "prefix": (1, o.heads, o.kv_heads, 968, 1018, o.head_dim),
+        "action expert": (1, o.heads, o.kv_heads, o.action_horizon, 1018, o.head_dim),
+    }
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    for name, dims in shapes.items():
+        shape = OpShape("attend", torch.bfloat16, dims)
+        loads = shipped("attend", torch.device("cuda")) | {
+            each.name: lambda each=each: _sdpa(each) for each in backends
+        }
+        trials = [attempt(shape, kind, load, torch.device("cuda")) for kind, load in loads.items()]
+        rows.append((name, *("wrong or fails" if t.us is None else f"{t.us:.1f}" for t in trials)))
+    return [("attention, us", *loads), *rows]
+
+
+def _sdpa(backend: SDPBackend) -> Callable[..., Tensor]:
+    """torch's, of all columns where the lengths are on the device: the time of the longest row."""
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> Tensor:
+        columns = keys.shape[2] if lengths is None or torch.cuda.is_current_stream_capturing() else int(lengths.max())
+        group = query.shape[1] // keys.shape[1]
+        wide = [slab[:, :, :columns].repeat_interleave(group, 1) if group > 1 else slab for slab in (keys, values)]
+        with sdpa_kernel(backend):
+            mixed = functional.scaled_dot_product_attention(query, *wide)
+        return mixed.transpose(1, 2).flatten(2)
+
+    return attend
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n", type=int, default=50)
+    chosen = options(parser)
+    where, rows = gpu_model.gpu_or_leave(), []
+    for variant, prompt in (("pi05", 200), ("pi0", 48)):
+        model = gpu_model.full_size(PiOptions(variant=variant, dtype="bfloat16", prompt_len=prompt))
+        pairs = [*of_vision_and_prefix(model), *of_steps(model)] if variant == "pi05" else of_pi0(model)
+        for name, with_it, without in pairs:
+            saved, unsaved = graph_ms(with_it, chosen.n), graph_ms(without, chosen.n)
+            rows.append((name, f"{saved:.3f}", f"{unsaved:.3f}", f"{unsaved - saved:.3f}"))
+        if variant == "pi05":
+            choices = attention(model)
+        del model, pairs
+        torch.cuda.empty_cache()
+    show(
+        f"gpu: exact savings, each alone, bf16, {where}",
+        ("saving", "with, ms", "without", "saves"),
+        rows,
+        log=chosen.log,
+    )
+    show(f"gpu: attention choice, bf16, {where}", choices[0], choices[1:], log=chosen.log)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
