@@ -23,7 +23,7 @@ from phyai_engine.evaluate.provenance import Provenance
 from phyai_engine.evaluate.record import EpisodeRecord
 from phyai_engine.evaluate.run_folder import IN_PROCESS, Run, RunFolder, write_whole
 from phyai_engine.evaluate.scores import Summary, summarise
-from phyai_engine.evaluate.simulators import Scene, Setup, play_all
+from phyai_engine.evaluate.simulators import Setup, play_all, smoke
 from phyai_engine.evaluate.table import table
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.runner import BUCKETS
@@ -87,7 +87,8 @@ def evaluate(options: EvalOptions, progress: Console) -> Summary:
     folder = RunFolder(options.out, _run(options, robot, config, policy, manifest, batch), manifest)
     waiting = folder.waiting()
     if waiting:
-        _smoke(policy, setup, waiting[0][1])
+        policy.warm_up()
+        smoke(policy, setup, waiting[0][1])
         progress.print(f"smoke request answered; {len(waiting)} of {len(manifest)} episodes to play", highlight=False)
         workers = options.workers or max(1, min(SIMULATORS_MAX, cores() - 1))
         with _bar(progress, len(waiting)) as bar:
@@ -152,19 +153,6 @@ def _run(
     reasons = dict(getattr(getattr(model, "ops", None), "reasons", {}))
     provenance = Provenance.of(options.model, config, policy.note, device_of(model), reasons)
     return Run.of(IN_PROCESS, robot, options.condition, manifest, provenance, batch=batch)
-
-
-def _smoke(policy: Policy, setup: Setup, episode: Any) -> None:
-    """One request of the first episode, answered and played.
-
-    :raises PhyaiError: it was not.
-    """
-    policy.warm_up()
-    scene = Scene(setup)
-    try:
-        scene.loop(episode, lambda request: policy.infer([request])[0]).smoke()
-    finally:
-        scene.close()
 
 
 def _bar(console: Console, total: int) -> Progress:

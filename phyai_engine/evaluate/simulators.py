@@ -32,6 +32,8 @@ from phyai_engine.types import Chunk, Refusal, Request
 STALL_S = 600.0
 """Longest silence of all simulators together: one step takes a millisecond, a full-size model on a CPU minutes."""
 END_S = 10.0
+SMOKE = -1
+"""Number of what is no episode, only its first request."""
 
 Numbered = tuple[int, Episode]
 
@@ -103,6 +105,17 @@ def play_all(
                 process.kill()
 
 
+def smoke(policy: Answering, setup: Setup, episode: Episode) -> None:
+    """One request of an episode, answered and accepted.
+
+    In a process of its own, too: where Mesa draws in software, a process that has drawn and then imports Triton dies of
+    their two LLVMs.
+
+    :raises EngineError: it was not.
+    """
+    play_all(policy, setup, [(SMOKE, episode)], workers=1, batch=1, on_record=lambda record: None)
+
+
 def _serve(
     policy: Answering,
     simulators: Mapping[Connection, BaseProcess],
@@ -135,7 +148,7 @@ def _serve(
 
 
 def _heard(connection: Connection, process: BaseProcess) -> Request | EpisodeRecord | None:
-    """What a simulator says: a request, the record of its episode, or None when it is ready for its first.
+    """What a simulator says: a request, the record of its episode, or None when it is ready for one.
 
     :raises EngineError: it cannot go on.
     """
@@ -160,9 +173,14 @@ def simulate(connection: Connection, setup: Setup) -> None:
     scene = Scene(setup)
     try:
         connection.send(None)
+        ask = partial(_ask, connection)
         while (numbered := connection.recv()) is not None:
             number, episode = numbered
-            connection.send(scene.play(number, episode, partial(_ask, connection)))
+            if number == SMOKE:
+                scene.loop(episode, ask).smoke()
+                connection.send(None)
+            else:
+                connection.send(scene.play(number, episode, ask))
     except (EOFError, OSError):
         return  # the policy's process is gone, and has said why
     except Exception as error:
