@@ -139,6 +139,7 @@ def test_what_is_heard_is_kept_at_the_time_of_its_receipt(make: Callable[..., Sc
     scene = make()
     began = time.time_ns()
     scene.publish("a")
+    time.sleep(0.05)  # on its way
     between = time.time_ns()
     scene.link.give("/given", SMALL)
     scene.publish("b")
@@ -206,6 +207,7 @@ def test_what_was_missed_is_counted_by_the_publishers_numbers(make: Callable[...
     """More within one turn of the recorder than its queue holds."""
     scene = make()
     scene.publish("first")
+    scene.until(lambda progress: progress.messages == 1)
     for i in range(8 * DEPTH):
         scene.publisher.publish(String(data=f"{i}"))
     time.sleep(0.2)
