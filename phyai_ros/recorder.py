@@ -159,10 +159,10 @@ class Recorder:
                 number = info["publication_sequence_number"] if alone else None
                 if number is None:
                     self._uncounted.add(topic)
-                self._waiting.append(Event(info["received_timestamp"], topic, partial(act, topic, content, number)))
+                self._waiting.append(Event(_received(info), topic, partial(act, topic, content, number)))
         if self._clock is not None:
             for content, info in _taken(self._clock):
-                self._waiting.append(Event(info["received_timestamp"], "", partial(self._set_clock, _stamp(content))))
+                self._waiting.append(Event(_received(info), "", partial(self._set_clock, _stamp(content))))
 
     def _hear(self) -> bool:
         """What the node said. False once it has ended."""
@@ -223,6 +223,8 @@ class Recorder:
             before = self._numbers.get(topic, number)
             self._dropped[topic] += max(0, number - before - 1)  # a lower number is of another publisher
             self._numbers[topic] = number
+        else:
+            self._numbers.pop(topic, None)
         if (ros_ns := self._put(topic, content, at_ns)) and topic in self._frames:
             self._frames[topic].append((_stamp(content), ros_ns))
 
@@ -302,6 +304,11 @@ def _taken(subscription: Subscription) -> Iterator[tuple[bytes, dict[str, Any]]]
             yield message
 
 
+def _received(info: dict[str, Any]) -> int:
+    """When the middleware received a message; one that does not say so: now."""
+    return int(info["received_timestamp"]) or time.time_ns()
+
+
 def _stamp(content: bytes) -> int:
     """The time at the beginning of a serialised message [ns]: header.stamp of an image, or /clock's."""
     order = "<" if content[1] else ">"
@@ -319,6 +326,8 @@ def main() -> int:
     """Exit code 0: the file is whole."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the end of the node says when to end
         signal.signal(number, signal.SIG_IGN)
+    if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):  # a node's priority is not for what records it
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as link:
         plan = msgspec.json.decode(link.recv(MESSAGE_BYTES), type=Plan)
         link.setblocking(False)

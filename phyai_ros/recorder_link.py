@@ -126,21 +126,25 @@ class RecorderLink:
         """Returns when the recording has begun.
 
         :param give_up: true when the process was told to end meanwhile.
-        :raises ConfigError: it cannot be made, or does not begin within START_S; the process has ended.
+        :raises ConfigError: it cannot be made, or does not begin within START_S.
         """
-        self._socket.send(msgspec.json.encode(self._plan))
+        plan = msgspec.json.encode(self._plan)
+        if len(plan) > MESSAGE_BYTES:
+            raise self._error(f"{len(plan)} bytes of robot file, model and topics, wanted at most {MESSAGE_BYTES}")
+        self._socket.send(plan)
         self._socket.setblocking(False)
-        self.wait(lambda: self.progress.ended or self.progress.state == RECORDING, give_up)
-        if self.progress.ended:
-            raise self._error(self.progress.state)
+        self.wait(lambda: self.progress.state == RECORDING, give_up)
 
     def wait(self, condition: Callable[[], bool], give_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait for a step of its beginning. :raises ConfigError: see :meth:`start`."""
+        """Wait for a step of its beginning. :raises ConfigError: as :meth:`start`."""
         end = time.monotonic() + START_S
         while not condition():
-            if give_up() or time.monotonic() > end:
-                self.process.kill()
-                raise self._error("the node is ending" if give_up() else f"not begun after {START_S:.0f} s")
+            if self.progress.ended:
+                raise self._error(self.progress.state)
+            if give_up():
+                raise self._error("the node is ending")
+            if time.monotonic() > end:
+                raise self._error(f"not begun after {START_S:.0f} s")
             time.sleep(LOOK_S)
             self.look()
 
@@ -192,14 +196,13 @@ class RecorderLink:
         return self._dropped + Counter(self.progress.dropped)
 
     def _take(self, told: bytes) -> None:
+        began = self.progress.state == RECORDING
         if told:
-            self.progress = progress = msgspec.json.decode(told, type=Progress)
-            by_itself = progress.ended and progress.state != FINISHED
+            self.progress = msgspec.json.decode(told, type=Progress)
         else:  # it was killed, or is broken
-            by_itself = True
             state = f"failed, the recorder ended with exit code {self.process.returncode}"
             self.progress = msgspec.structs.replace(self.progress, state=state, ended=True)
-        if by_itself:
+        if began and self.progress.ended and self.progress.state != FINISHED:
             self._warn(f"recording {self._plan.folder}: {self.progress.state}")
 
     def _pay(self) -> None:
