@@ -14,6 +14,7 @@ Its standard input is a socket: see recorder_link.py.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -57,6 +58,8 @@ NAMED_NS = 1_000_000_000
 FRAMES = 300
 """Of each camera, whose stamps are remembered that long."""
 CLOCK_DEPTH = 2000
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
 
 
 class Event(NamedTuple):
@@ -93,7 +96,9 @@ class Recorder:
         # Inputs from before the node was active, as many as its own queues hold.
         self._before = {topic: deque[Event](maxlen=SENSOR_QOS.depth) for topic, h in plan.heard.items() if h.gated}
         self._written, self._dropped = 0, Counter[str]()
-        self._numbers: dict[str, int] = {}  # of the newest message of each topic, by its publisher
+        self._unheard = Counter[str]()
+        # Of the newest message of each topic, by its publisher, who begins at 1.
+        self._numbers = {topic: 0 for topic, heard in plan.heard.items() if not heard.publishers}
         self._uncounted: set[str] = set()
         self._frames = {topic: deque[tuple[int, int]](maxlen=FRAMES) for topic in plan.cameras.values()}
         self._named: deque[tuple[int, list[tuple[str, int]]]] = deque()
@@ -219,12 +224,15 @@ class Recorder:
 
     def _keep(self, topic: str, content: bytes, number: int | None, at_ns: int) -> None:
         """A message that was heard; what its publisher numbered in between was missed."""
-        if number is not None:
-            before = self._numbers.get(topic, number)
-            self._dropped[topic] += max(0, number - before - 1)  # a lower number is of another publisher
-            self._numbers[topic] = number
-        else:
+        if number is None:
             self._numbers.pop(topic, None)
+        else:
+            before = self._numbers.get(topic, number - 1)
+            if 0 < before < number:
+                self._dropped[topic] += number - before - 1
+            else:  # a publisher that came while this was recorded
+                self._unheard[topic] += number - 1
+            self._numbers[topic] = number
         if (ros_ns := self._put(topic, content, at_ns)) and topic in self._frames:
             self._frames[topic].append((_stamp(content), ros_ns))
 
@@ -258,8 +266,16 @@ class Recorder:
         if not ended and time.monotonic() - self._told_s < TELL_S:
             return
         self._told_s = time.monotonic()
-        uncounted = tuple(sorted(self._uncounted))
-        progress = Progress(state, ended, self._written, +self._dropped, uncounted, self._incomplete, self._unseen)
+        progress = Progress(
+            state,
+            ended,
+            messages=self._written,
+            dropped=+self._dropped,
+            unheard=+self._unheard,
+            uncounted=tuple(sorted(self._uncounted)),
+            incomplete=self._incomplete,
+            unseen=self._unseen,
+        )
         if (told := msgspec.json.encode(progress)) != self._told:
             with contextlib.suppress(OSError):  # it has ended, or hears nothing at the moment
                 self._link.send(told)
@@ -284,6 +300,15 @@ def record(plan: Plan, node: Node, link: socket.socket) -> bool:
         state = failure(error)
     recorder.close(state)
     return not state.startswith("failed")
+
+
+def keep_memory() -> None:
+    """Have the C library reuse the memory of frames: by default it gives each back to the kernel, which clears it page
+    by page for the next. That was half of what this process cost (4 copies of 0.9 MB: 1.4 ms, and 0.6 without)."""
+    with contextlib.suppress(AttributeError):  # a C library that has no such setting
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)
+        libc.mallopt(M_TRIM_THRESHOLD, 256 * MIB)
 
 
 def failure(error: Exception) -> str:
@@ -326,6 +351,7 @@ def main() -> int:
     """Exit code 0: the file is whole."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the end of the node says when to end
         signal.signal(number, signal.SIG_IGN)
+    keep_memory()
     if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):  # a node's priority is not for what records it
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as link:

@@ -85,7 +85,8 @@ class Progress(Struct, frozen=True):
     """How the recording stands; the first one says that it has begun.
 
     :param state: in words. :param ended: nothing is recorded any more.
-    :param messages: written. :param dropped: by topic: that were published and are not in the bag.
+    :param messages: written. :param dropped: by topic: that were missed in between.
+    :param unheard: by topic: that a publisher which came later sent before it was heard.
     :param uncounted: topics whose losses cannot be seen: several publishers, or a middleware that numbers nothing.
     :param incomplete: requests that name a frame which is not in the bag.
     :param unseen: topics whose publishers had not been found when it began.
@@ -95,6 +96,7 @@ class Progress(Struct, frozen=True):
     ended: bool = False
     messages: int = 0
     dropped: Mapping[str, int] = {}
+    unheard: Mapping[str, int] = {}
     uncounted: tuple[str, ...] = ()
     incomplete: int = 0
     unseen: tuple[str, ...] = ()
@@ -192,7 +194,7 @@ class RecorderLink:
 
     @property
     def dropped(self) -> Counter[str]:
-        """By topic: that were published or handed over and are not in the bag."""
+        """By topic: that were missed, or could not be handed over."""
         return self._dropped + Counter(self.progress.dropped)
 
     def _take(self, told: bytes) -> None:

@@ -108,12 +108,12 @@ class Recording:
 
     def notes(self) -> dict[str, str]:
         """For /diagnostics."""
-        progress, dropped = self.link.look(), self.link.dropped
-        words = ", ".join(f"{topic} {n}" for topic, n in sorted(dropped.items()))
+        progress = self.link.look()
         blind = f", not known of {', '.join(progress.uncounted)}" if progress.uncounted else ""
         return {
             "recording": f"{self._folder}: {progress.state}, {progress.messages} messages",
-            "recording_dropped": (f"{dropped.total()} ({words})" if words else "0") + blind,
+            "recording_dropped": _counts(self.link.dropped) + blind,
+            "recording_unheard": _counts(progress.unheard),
             "recording_incomplete": f"{progress.incomplete} requests name a frame that is not in it",
         }
 
@@ -192,6 +192,11 @@ def check_rosbags() -> None:
             where="parameter record",
             do="Run `pip install rosbags`, or leave the parameter record empty.",
         )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    words = ", ".join(f"{topic} {n}" for topic, n in sorted(counts.items()))
+    return f"{sum(counts.values())} ({words})" if words else "0"
 
 
 def _heard(kind: type[Any], publishers: int, *, gated: bool) -> Heard:

@@ -54,6 +54,7 @@ def plan_of(folder: Path, domain: int, *, simulated: bool, gated: bool) -> Plan:
         heard={
             "/t": Heard("std_msgs/msg/String", DEPTH, gated, publishers=1),
             "/image": Heard("sensor_msgs/msg/Image", 10, gated=False, publishers=1),
+            "/later": Heard("std_msgs/msg/String", DEPTH, gated=False),
         },
         given={"/given": "std_msgs/msg/String", "/request": "phyai_policy/msg/EngineRequest"},
         cameras={"front": "/image"},
@@ -216,6 +217,27 @@ def test_what_was_missed_is_counted_by_the_publishers_numbers(make: Callable[...
     assert kept[0] == "first" and kept[-1] == "last"
     assert scene.link.dropped == {"/t": 8 * DEPTH + 2 - len(kept)}
     assert scene.link.dropped["/t"] >= DEPTH
+
+
+def test_what_a_publisher_that_comes_later_sent_before_it_was_heard_is_counted_apart(
+    make: Callable[..., Scene],
+) -> None:
+    scene, context = make(), Context()
+    domain = scene.context.get_domain_id()
+    rclpy.init(context=context, domain_id=domain, signal_handler_options=SignalHandlerOptions.NO)
+    node = Node("later", context=context, start_parameter_services=False)
+    later = node.create_publisher(String, "/later", QoSProfile(depth=1))
+    for i in range(5):
+        later.publish(String(data=f"{i}"))  # nobody knows of it yet
+    wait(lambda: later.get_subscription_count() == 1)
+    time.sleep(0.1)
+    later.publish(String(data="heard"))
+    kept = texts(scene.recorded(), "/later")
+    node.destroy_node()
+    rclpy.shutdown(context=context)
+    assert kept[-1] == "heard"
+    assert scene.link.progress.unheard == {"/later": 6 - len(kept)} != {"/later": 0}
+    assert not scene.link.dropped
 
 
 def test_losses_among_several_publishers_are_said_to_be_unknown(make: Callable[..., Scene]) -> None:
