@@ -1,9 +1,9 @@
 """Records what a policy node hears and says, in a process of its own: ``python -m phyai_ros.recorder``.
 
 It subscribes to everything itself, so that the node pays nothing for a frame, a joint sample or a command, and is told
-by the node only what no topic carries. Messages are stamped when the middleware received them, and are collected a few
-times a second by a thread that runs when nothing else wants the processor. The threads of the middleware stay as they
-are: a publisher briefly shares a lock with each of them, and would wait for one that is not run.
+by the node only what no topic carries. Messages are stamped when the middleware received them. One thread empties the
+middleware's queues, another, which runs when nothing else wants the processor, writes. Only that one is of the idle
+class: it shares no lock with the middleware, whose threads every publisher would wait for in the end.
 
 It never asks a publisher for anything: all its subscriptions are best effort, which every publisher matches without an
 acknowledgement. What it missed it knows by the publisher's numbers.
@@ -20,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ from phyai_ros.topics import SENSOR_QOS
 
 MIB = 1 << 20
 TURN_S = 0.04
+QUEUE_BYTES = 64 * MIB
+"""What may wait to be written. The rest waits in the middleware, where the newest push out the oldest."""
 SETTLE_NS = 20_000_000
 """What is younger waits a turn: a message may be on its way that was received before it."""
 SEEN_S = 3.0
@@ -65,11 +68,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 class Event(NamedTuple):
     """Something received, and what is to be done about it.
 
-    :ivar at_ns: system time. :ivar topic: of a message to be kept; else empty.
+    :ivar at_ns: system time. :ivar topic: of a message to be kept; else empty. :ivar size: of what waits, in bytes.
     """
 
     at_ns: int
     topic: str
+    size: int
     act: Callable[[int], None]
 
 
@@ -92,7 +96,13 @@ class Recorder:
         plan.run.save(Path(plan.folder))
         self._active = False
         self._clock_ns = 0
-        self._waiting: deque[Event] = deque()
+        # Filled by the collecting thread, which says until when it is complete.
+        self._collected: deque[Event] = deque()
+        self._complete_ns, self._collected_bytes, self._written_bytes = 0, 0, 0
+        self._failure: Exception | None = None
+        self._ending = threading.Event()
+        self._collecting = threading.Thread(target=self._run, name="phyai-collector", daemon=True)
+        self._waiting: deque[Event] = deque()  # in the order of receipt
         # Inputs from before the node was active, as many as its own queues hold.
         self._before = {topic: deque[Event](maxlen=SENSOR_QOS.depth) for topic, h in plan.heard.items() if h.gated}
         self._written, self._dropped = 0, Counter[str]()
@@ -122,21 +132,26 @@ class Recorder:
         self._unseen = tuple(unseen)
 
     def run(self) -> None:
-        """Record until the node ends.
+        """Record until the node ends. The calling thread stays in the idle class.
 
         :raises FullError: the folder is full. :raises OSError: the disk is full or gone.
         """
+        self._collecting.start()
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread: what drives the robot goes first
         while self._turn():
             self._tell(RECORDING)
             time.sleep(TURN_S)
         time.sleep(LAST_S)
-        self._take()
+        self._stop_collecting()
+        self._collect()
         self._write(time.time_ns())
         self._check_named(sys.maxsize)
 
     def close(self, state: str) -> None:
         """Finish the file and say how it ended."""
-        self._dropped.update(e.topic for e in self._waiting if self._active or e.topic not in self._before)
+        self._stop_collecting()
+        waiting = [*self._waiting, *self._collected]
+        self._dropped.update(e.topic for e in waiting if self._active or e.topic not in self._before)
         try:
             self._bag.close()
         except Exception as error:  # of the disk, or of what a failed write left behind
@@ -145,29 +160,47 @@ class Recorder:
 
     def _turn(self) -> bool:
         """Everything received since the last turn. False once the node has ended."""
-        now_ns = time.time_ns()
-        self._take()  # first: what the node says of a time was said before that of which it is
+        if self._failure is not None:
+            raise self._failure
+        complete_ns = self._complete_ns  # first: what the node says of a time was said before that of which it is
         alive = self._hear()
-        self._write(now_ns - SETTLE_NS)
-        self._check_named(now_ns)
+        self._write(complete_ns - SETTLE_NS)
+        self._check_named(complete_ns)
         return alive
 
-    # ---- received -------------------------------------------------------------------------------------------------
+    # ---- the collecting thread ------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
+    def _run(self) -> None:
+        try:
+            while not self._ending.wait(TURN_S / 2):
+                if self._collected_bytes - self._written_bytes < QUEUE_BYTES:
+                    self._collect()
+        except Exception as error:  # of ROS; raised again by the thread that writes
+            self._failure = error
+
+    def _stop_collecting(self) -> None:
+        self._ending.set()
+        if self._collecting.ident is not None:  # it was started
+            self._collecting.join()
+
+    def _collect(self) -> None:
         """Empty the queues of the middleware. Without an executor, whose turn for each of some hundred messages a
         second costs more than the messages."""
+        now_ns = time.time_ns()
         for topic, subscription in self._subscriptions.items():
             act = self._input if topic in self._before else self._keep
             alone = subscription.get_publisher_count() <= 1
             for content, info in _taken(subscription):
                 number = info["publication_sequence_number"] if alone else None
-                if number is None:
-                    self._uncounted.add(topic)
-                self._waiting.append(Event(_received(info), topic, partial(act, topic, content, number)))
+                event = Event(_received(info), topic, len(content), partial(act, topic, content, number))
+                self._collected_bytes += event.size
+                self._collected.append(event)
         if self._clock is not None:
             for content, info in _taken(self._clock):
-                self._waiting.append(Event(_received(info), "", partial(self._set_clock, _stamp(content))))
+                self._collected.append(Event(_received(info), "", 0, partial(self._set_clock, _stamp(content))))
+        self._complete_ns = now_ns
+
+    # ---- the writing thread ---------------------------------------------------------------------------------------
 
     def _hear(self) -> bool:
         """What the node said. False once it has ended."""
@@ -182,20 +215,21 @@ class Recorder:
                 return False
             message = msgspec.msgpack.decode(said, type=Active | Given)
             if isinstance(message, Active):
-                self._waiting.append(Event(message.at_ns, "", partial(self._set_active, message.on)))
+                self._waiting.append(Event(message.at_ns, "", 0, partial(self._set_active, message.on)))
             else:
                 act = partial(self._given, message.topic, message.content)
-                self._waiting.append(Event(message.at_ns, message.topic, act))
-
-    # ---- in the order of receipt ----------------------------------------------------------------------------------
+                self._waiting.append(Event(message.at_ns, message.topic, 0, act))
 
     def _write(self, until_ns: int) -> None:
         """What was received by then, in the order of receipt."""
+        while self._collected:
+            self._waiting.append(self._collected.popleft())
         self._waiting = deque(sorted(self._waiting, key=lambda event: event.at_ns))
         while self._waiting and self._waiting[0].at_ns <= until_ns:
             event = self._waiting[0]
             event.act(event.at_ns)
             self._waiting.popleft()  # not before: what could not be written is counted
+            self._written_bytes += event.size
 
     def _set_clock(self, clock_ns: int, at_ns: int) -> None:
         self._clock_ns = clock_ns
@@ -213,7 +247,7 @@ class Recorder:
             self._keep(topic, content, number, at_ns)
         else:
             self._numbers.pop(topic, None)  # what is missed now is not missed by the recording
-            self._before[topic].append(Event(at_ns, topic, partial(self._input, topic, content, number)))
+            self._before[topic].append(Event(at_ns, topic, 0, partial(self._input, topic, content, number)))
 
     def _given(self, topic: str, content: bytes, at_ns: int) -> None:
         self._put(topic, content, at_ns, trailing=True)
@@ -225,6 +259,7 @@ class Recorder:
     def _keep(self, topic: str, content: bytes, number: int | None, at_ns: int) -> None:
         """A message that was heard; what its publisher numbered in between was missed."""
         if number is None:
+            self._uncounted.add(topic)
             self._numbers.pop(topic, None)
         else:
             before = self._numbers.get(topic, number - 1)
@@ -292,7 +327,6 @@ def record(plan: Plan, node: Node, link: socket.socket) -> bool:
     state = FINISHED
     try:
         recorder.meet()
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread: what drives the robot goes first
         recorder.run()
     except FullError:
         state = f"stopped, the next message would pass record_max_mib ({plan.max_mib} MiB)"
