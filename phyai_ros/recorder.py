@@ -47,6 +47,7 @@ from phyai_ros.topics import SENSOR_QOS
 
 MIB = 1 << 20
 TURN_S = 0.04
+COLLECTING_NICE = 10
 QUEUE_BYTES = 64 * MIB
 """What may wait to be written. The rest waits in the middleware, where the newest push out the oldest."""
 SETTLE_NS = 20_000_000
@@ -56,6 +57,8 @@ SEEN_S = 3.0
 LAST_S = 0.1
 """What was published before the node ended is received within this."""
 TELL_S = 0.25
+BEFORE_NS = 100_000_000
+"""What the node was activated after by less than this may have waited in its queues, and is what it sees first."""
 NAMED_NS = 1_000_000_000
 """A frame that a request names is received by then, or was missed."""
 FRAMES = 300
@@ -103,7 +106,7 @@ class Recorder:
         self._ending = threading.Event()
         self._collecting = threading.Thread(target=self._run, name="phyai-collector", daemon=True)
         self._waiting: deque[Event] = deque()  # in the order of receipt
-        # Inputs from before the node was active, as many as its own queues hold.
+        # Inputs from before the node is active, as many as its own queues hold.
         self._before = {topic: deque[Event](maxlen=SENSOR_QOS.depth) for topic, h in plan.heard.items() if h.gated}
         self._written, self._dropped = 0, Counter[str]()
         self._unheard = Counter[str]()
@@ -171,6 +174,9 @@ class Recorder:
     # ---- the collecting thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # Between the two: a thread of the node that wakes goes first at once, and whoever waits for a lock of the
+        # middleware that this one holds is not kept waiting by a busy machine for long.
+        os.nice(COLLECTING_NICE)
         try:
             while not self._ending.wait(TURN_S / 2):
                 if self._collected_bytes - self._written_bytes < QUEUE_BYTES:
@@ -236,10 +242,10 @@ class Recorder:
 
     def _set_active(self, on: bool, at_ns: int) -> None:
         self._active = on
-        before = sorted((e for events in self._before.values() for e in events), key=lambda event: event.at_ns)
+        before = [e for events in self._before.values() for e in events if e.at_ns > at_ns - BEFORE_NS]
         for events in self._before.values():
             events.clear()
-        for event in before:  # what waited in the node's queues when it was activated is what its first requests see
+        for event in sorted(before, key=lambda event: event.at_ns):
             event.act(event.at_ns)
 
     def _input(self, topic: str, content: bytes, number: int | None, at_ns: int) -> None:

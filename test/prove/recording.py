@@ -86,7 +86,7 @@ def run(model: str, seconds: float, folder: Path, *, record: bool) -> Run:
         processes.transition(POLICY, "configure")
         processes.transition(POLICY, "activate")
         script = str(Path(__file__).with_name("camera_publisher.py"))
-        command = [sys.executable, script, "--robot", ROBOT, "--duration", str(seconds)]
+        command = [sys.executable, script, "--robot", ROBOT, "--duration", str(seconds), "--listeners", str(1 + record)]
         cameras = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         while cameras.poll() is None:
             processes.turn()
