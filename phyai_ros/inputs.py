@@ -28,9 +28,6 @@ from phyai_engine.timing import ClockOffset
 from phyai_ros.spin import Guard
 from phyai_ros.topics import SENSOR_QOS
 
-Tap = Callable[[str, type[Any]], Callable[[bytes], Any]]
-"""Topic and type of a subscription -> what gives the message for the bytes that arrived, and keeps them."""
-
 
 class JointInputs:
     """The JointState topics of one robot, feeding an observation buffer.
@@ -38,7 +35,6 @@ class JointInputs:
     :param guard: wraps a callback so that an exception stops the robot instead of the process.
     :param active: False while the node is not active: messages are then dropped before any decoding.
     :param on_jump: called with a sentence when the stamps of all inputs went back together.
-    :param tap: takes every message as it arrived, for a recording.
     """
 
     def __init__(
@@ -51,14 +47,18 @@ class JointInputs:
         active: Callable[[], bool],
         on_jump: Callable[[str], object],
         decode_raw: RawDecoder = image_to_rgb,
-        tap: Tap | None = None,
     ) -> None:
         self.faults: dict[str, str] = {}
         """Topic -> why nothing can be heard there."""
-        self._node, self._active, self._tap = node, active, tap
+        self._node, self._active = node, active
         self._intake = Intake(buffer, decode_raw, on_jump=on_jump, on_refused=self._warn)
         topics = dict.fromkeys(entry.topic for entry in robot.state)
         self._subscriptions = [self._subscribe(JointState, t, guard(partial(self._on_joints, t))) for t in topics]
+
+    @property
+    def topics(self) -> dict[str, type[Any]]:
+        """Full name -> message type of every subscription."""
+        return {subscription.topic_name: subscription.msg_type for subscription in self._subscriptions}
 
     def destroy(self) -> None:
         """Drop every subscription. Idempotent."""
@@ -78,19 +78,11 @@ class JointInputs:
         return self._node.create_subscription(
             kind,
             topic,
-            self._tapped(kind, topic, heard),
+            heard,
             SENSOR_QOS,
             event_callbacks=SubscriptionEventCallbacks(incompatible_qos=incompatible),
             qos_overriding_options=QoSOverridingOptions.with_default_policies(),
-            raw=self._tap is not None,
         )
-
-    def _tapped(self, kind: Any, topic: str, callback: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The callback of a subscription that is raw where there is a tap: one copy of a frame, not a second one."""
-        if self._tap is None:
-            return callback
-        take = self._tap(topic, kind)
-        return lambda content: callback(take(content))
 
     def _on_joints(self, topic: str, msg: JointState) -> None:
         if self._active():
@@ -117,13 +109,11 @@ class Inputs(JointInputs):
         active: Callable[[], bool],
         on_instruction: Callable[[str], None],
         on_jump: Callable[[str], object],
-        tap: Tap | None = None,
     ) -> None:
-        super().__init__(node, robot, buffer, guard, active=active, on_jump=on_jump, decode_raw=decode_raw, tap=tap)
+        super().__init__(node, robot, buffer, guard, active=active, on_jump=on_jump, decode_raw=decode_raw)
         self._subscriptions += [self._camera(camera, guard) for camera in robot.cameras]
-        topic, qos = "~/instruction", QoSProfile(depth=1)
-        instruction = self._tapped(String, topic, guard(lambda msg: on_instruction(msg.data)))
-        self._subscriptions.append(node.create_subscription(String, topic, instruction, qos, raw=tap is not None))
+        instruct = guard(lambda msg: on_instruction(msg.data))
+        self._subscriptions.append(node.create_subscription(String, "~/instruction", instruct, QoSProfile(depth=1)))
 
     def _camera(self, camera: Camera, guard: Guard) -> Any:
         kind = CompressedImage if camera.transport == "compressed" else Image

@@ -318,7 +318,7 @@ class PolicyNode(LifecycleNode):
     def _report_latch(self) -> None:
         """The latch alone, at once; also from the sentry's thread, while the executor is stuck."""
         facts = replace(self._told, safety=self._safety(), stop_cause=self._safety().cause)
-        self._tell(diagnostics.policy_status(facts, self.get_clock().now().to_msg()))
+        self._status.publish(diagnostics.policy_status(facts, self.get_clock().now().to_msg()))
 
     def on_signal(self, name: str) -> None:
         """SIGINT or SIGTERM: stop the robot over the living context."""
@@ -341,16 +341,11 @@ class PolicyNode(LifecycleNode):
     def _report(self) -> None:
         self._told = facts = self._facts()
         stamp = self.get_clock().now().to_msg()
-        self._tell(diagnostics.policy_status(facts, stamp))
+        self._status.publish(diagnostics.policy_status(facts, stamp))
         now = mono_ns()
         if now >= self._diagnostics_due_ns:
             self._diagnostics_due_ns = now + self._diagnostics_period_ns
             self._diagnostics.publish(diagnostics.diagnostic_array(facts, self.get_fully_qualified_name(), stamp))
-
-    def _tell(self, status: PolicyStatus) -> None:
-        self._status.publish(status)
-        if (session := self._session) is not None and session.recording is not None:
-            session.recording.told(status)
 
     def _facts(self) -> diagnostics.Facts:
         state_id, label = self._state_machine.current_state

@@ -1,17 +1,19 @@
-"""What a policy node records while it is active: what it saw, what it asked its engine, what came back, what it did.
+"""What a policy node records: what it heard, what it asked its engine, what came back, what it did.
 
-Inputs are kept as the bytes that arrived. ``~/request`` and ``~/chunk`` hold what went to the engine and its answer,
-all H rows before any clamp: with the frames that a request names and ``run.json`` it can be computed again.
+A process of its own hears inputs and outputs itself (recorder.py) and keeps inputs while the node is active. The node
+hands over ``~/request`` and ``~/chunk``, what went to the engine and its answer, all H rows before any clamp: with the
+frames that a request names and ``run.json`` it can be computed again.
 """
 
 from __future__ import annotations
 
 import array
+import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import msgspec
 import yaml
 from phyai_policy.msg import ActionChunk, EngineRequest, PolicyStatus
 from rclpy.lifecycle import LifecycleNode
-from rclpy.serialization import deserialize_message, serialize_message
+from rclpy.serialization import serialize_message
+from sensor_msgs.msg import CompressedImage, Image
 
 from phyai_engine import __version__
 from phyai_engine.config import ModelConfig, RobotConfig
+from phyai_engine.errors import ConfigError
 from phyai_engine.host import host
 from phyai_engine.replay.run_file import RunFile
 from phyai_engine.timing import mono_ns
@@ -30,19 +34,23 @@ from phyai_engine.types import F64, Chunk, Request
 from phyai_ros.convert import to_stamp
 from phyai_ros.outputs import action_chunk
 from phyai_ros.parameters import NodeParameters
-from phyai_ros.recorder import Recorder
+from phyai_ros.recorder_link import Heard, Plan, RecorderLink
 
+MIB = 1 << 20
+FRAME_DEPTH, DEPTH = 30, 1000
+"""Messages that wait for the recorder: a second of frames, seconds of anything else."""
 NOTHING = array.array("d")
 
 
 class Recording:
-    """The recording of one configuration.
+    """The recording of one configuration; it has begun when this returns.
 
     :param params: ``record`` names the folder, whose strftime codes are filled in; ``record_max_mib`` bounds it.
     :param robot_file: kept in ``run.json`` with ``model``, so that the recording alone is enough to run it again.
-    :param published: key of the session's publishers -> message type and full topic.
-    :param active: inputs and outputs are kept only while this is true; the status always.
-    :raises ConfigError: as :class:`Recorder`.
+    :param inputs: full topic -> message type of the node's inputs. :param published: likewise of what it publishes.
+    :param give_up: true when the process was told to end meanwhile.
+    :raises ConfigError: the folder exists or cannot be made, the disk has no room for it, the package rosbags is
+        missing, or the recorder does not hear the node.
     """
 
     def __init__(
@@ -52,89 +60,148 @@ class Recording:
         robot: RobotConfig,
         robot_file: Path,
         model: ModelConfig,
-        published: Mapping[str, tuple[type[Any], str]],
-        active: Callable[[], bool],
+        *,
+        inputs: Mapping[str, type[Any]],
+        published: Mapping[str, type[Any]],
+        give_up: Callable[[], bool],
     ) -> None:
-        self._node, self._robot, self._schedule, self._active = node, robot, params.schedule, active
+        self._node, self._robot, self._schedule = node, robot, params.schedule
         folder = Path(time.strftime(params.record)).expanduser().absolute()
-        self._recorder = Recorder(folder, params.record_max_mib, self._now_ros_ns, node.get_logger().warning)
-        self._own = {
-            name: node.resolve_topic_name(f"~/{name}") for name in ("status", "request", "chunk")
-        }  # ~/chunk is the engine's answer, also where a player elsewhere gets chunks there
-        self._published = {key: topic for key, (_, topic) in published.items() if topic not in self._own.values()}
-        for name, kind in (("status", PolicyStatus), ("request", EngineRequest), ("chunk", ActionChunk)):
-            self._recorder.add(self._own[name], kind)
-        for key, topic in self._published.items():
-            self._recorder.add(topic, published[key][0])
-        self._run = RunFile(
-            robot=robot_file.read_text(encoding="utf-8"),
-            model=yaml.safe_dump(msgspec.to_builtins(model), sort_keys=False),
-            model_name=params.model,
-            parameters=asdict(params),
-            package=__version__,
-            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            host=host(),
+        check_room(folder, params.record_max_mib)
+        check_rosbags()
+        # ~/chunk is the engine's answer, also where a player elsewhere gets chunks there.
+        status, self._requests, self._chunks = map(node.resolve_topic_name, ("~/status", "~/request", "~/chunk"))
+        outputs = {status: PolicyStatus, **{t: kind for t, kind in published.items() if t != self._chunks}}
+        heard = {topic: _heard(kind, node.count_publishers(topic), gated=False) for topic, kind in outputs.items()}
+        heard |= {topic: _heard(kind, node.count_publishers(topic), gated=True) for topic, kind in inputs.items()}
+        plan = Plan(
+            name=f"{node.get_name()}_recorder",
+            namespace=node.get_namespace(),
+            domain=node.context.get_domain_id(),
+            clock=node.resolve_topic_name("/clock") if node.get_parameter("use_sim_time").value else "",
+            folder=str(folder),
+            max_mib=params.record_max_mib,
+            run=run_file(params, robot_file, model),
+            heard=heard,
+            given={self._requests: type_name(EngineRequest), self._chunks: type_name(ActionChunk)},
+            cameras={camera.name: node.resolve_topic_name(camera.topic) for camera in robot.cameras},
         )
+        self.link = RecorderLink(plan, node.get_logger().warning)
+        self._folder = folder
+        try:
+            self.link.start(give_up)
+            self.link.wait(lambda: all(self._is_heard(topic, plan.name) for topic in outputs), give_up)
+        except BaseException:
+            self.link.close()
+            raise
+        if unseen := self.link.progress.unseen:
+            node.get_logger().warning(f"recording {folder}: has not found the publishers of {', '.join(unseen)} yet")
         self._asked: Request | None = None
 
-    def tap(self, topic: str, kind: type[Any]) -> Callable[[bytes], Any]:
-        """For a raw subscription: keeps the bytes of each message and gives the message. Before :meth:`start`."""
-        name = self._node.resolve_topic_name(topic)
-        self._recorder.add(name, kind)
-
-        def take(content: bytes) -> Any:
-            if self._active():
-                self._recorder.put(name, content)
-            return deserialize_message(content, kind)
-
-        return take
-
-    def start(self) -> None:
-        """Begin; every topic is known.
-
-        :raises ConfigError: the folder cannot be made.
-        """
-        self._recorder.start(self._run)
+    def activate(self, on: bool) -> None:
+        """From now on inputs are kept, or not."""
+        self.link.activate(on)
 
     def close(self) -> None:
-        """See :meth:`Recorder.close`."""
-        self._recorder.close()
+        """See :meth:`RecorderLink.close`."""
+        self.link.close()
 
-    @property
     def notes(self) -> dict[str, str]:
         """For /diagnostics."""
-        return self._recorder.notes
-
-    def sent(self, key: str, message: Any) -> None:
-        """One of the session's publishers spoke."""
-        if (topic := self._published.get(key)) is not None:
-            self._recorder.put(topic, partial(serialize_message, message))
-
-    def told(self, status: PolicyStatus) -> None:
-        """~/status was published."""
-        self._recorder.put(self._own["status"], partial(serialize_message, status))
+        progress = self.link.look()
+        blind = f", not known of {', '.join(progress.uncounted)}" if progress.uncounted else ""
+        return {
+            "recording": f"{self._folder}: {progress.state}, {progress.messages} messages",
+            "recording_dropped": _counts(self.link.dropped) + blind,
+            "recording_unheard": _counts(progress.unheard),
+            "recording_incomplete": f"{progress.incomplete} requests name a frame that is not in it",
+        }
 
     def asked(self, request: Request) -> None:
         """A request went to the engine."""
-        taken_ros_ns = self._now_ros_ns() - (mono_ns() - request.observation.snapshot_mono_ns)
-        # Without the images: in the queue they would hold the frames' memory, and the bag has them.
-        self._asked = request = replace(request, observation=replace(request.observation, images={}))
-        self._later("request", partial(engine_request, request, self._robot, self._schedule, taken_ros_ns))
+        now_ros_ns = int(self._node.get_clock().now().nanoseconds)
+        taken_ros_ns = now_ros_ns - (mono_ns() - request.observation.snapshot_mono_ns)
+        self._asked = request
+        message = engine_request(request, self._robot, self._schedule, taken_ros_ns)
+        self.link.give(self._requests, serialize_message(message))
 
     def answered(self, chunk: Chunk) -> None:
         """The engine answered a request that was not cancelled."""
+        message = action_chunk(self._robot, chunk, int(self._node.get_clock().now().nanoseconds))
         asked = self._asked
         if asked is not None and (asked.epoch, asked.chunk_id) == (chunk.epoch, chunk.chunk_id):
-            seen = asked.observation
-            chunk = replace(chunk, oldest_ros_ns=seen.oldest_ros_ns, newest_ros_ns=seen.newest_ros_ns)
-        self._later("chunk", partial(action_chunk, self._robot, chunk, self._now_ros_ns()))
+            message.oldest_observation = to_stamp(asked.observation.oldest_ros_ns)
+            message.newest_observation = to_stamp(asked.observation.newest_ros_ns)
+        self.link.give(self._chunks, serialize_message(message))
 
-    def _later(self, name: str, make: Callable[[], Any]) -> None:
-        """Made and serialised in the recording's thread."""
-        self._recorder.put(self._own[name], lambda: serialize_message(make()))
+    def _is_heard(self, topic: str, recorder: str) -> bool:
+        """The recorder's subscription is known here, which is when publications begin to reach it."""
+        there = self._node.get_subscriptions_info_by_topic(topic)
+        return any((e.node_name, e.node_namespace) == (recorder, self._node.get_namespace()) for e in there)
 
-    def _now_ros_ns(self) -> int:
-        return int(self._node.get_clock().now().nanoseconds)
+
+def run_file(params: NodeParameters, robot_file: Path, model: ModelConfig) -> RunFile:
+    """What ran."""
+    return RunFile(
+        robot=robot_file.read_text(encoding="utf-8"),
+        model=yaml.safe_dump(msgspec.to_builtins(model), sort_keys=False),
+        model_name=params.model,
+        parameters=asdict(params),
+        package=__version__,
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        host=host(),
+    )
+
+
+def type_name(kind: type[Any]) -> str:
+    """``package/msg/Name`` of a message class."""
+    return f"{kind.__module__.partition('.')[0]}/msg/{kind.__name__}"
+
+
+def check_room(folder: Path, max_mib: int) -> None:
+    """Nothing is overwritten, and no disk is filled.
+
+    :raises ConfigError: the folder exists, or its disk has no room for ``max_mib``.
+    """
+    if folder.exists():
+        raise ConfigError(
+            "the recording exists, and nothing is overwritten",
+            got=folder,
+            where="parameter record",
+            do="Name another folder; codes such as %Y%m%d-%H%M%S in the name are filled in.",
+        )
+    parent = next(path for path in folder.parents if path.exists())
+    if (free_mib := shutil.disk_usage(parent).free // MIB) < max_mib:
+        raise ConfigError(
+            "the disk has no room for a recording",
+            got=f"{free_mib} MiB free",
+            wanted=f"record_max_mib, {max_mib} MiB",
+            where=parent,
+            do="Lower record_max_mib or make room.",
+        )
+
+
+def check_rosbags() -> None:
+    """A robot that records nothing need not have it.
+
+    :raises ConfigError: it is not there.
+    """
+    if find_spec("rosbags") is None:
+        raise ConfigError(
+            "a recording needs the package rosbags",
+            where="parameter record",
+            do="Run `pip install rosbags`, or leave the parameter record empty.",
+        )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    words = ", ".join(f"{topic} {n}" for topic, n in sorted(counts.items()))
+    return f"{sum(counts.values())} ({words})" if words else "0"
+
+
+def _heard(kind: type[Any], publishers: int, *, gated: bool) -> Heard:
+    depth = FRAME_DEPTH if kind in (Image, CompressedImage) else DEPTH
+    return Heard(type_name(kind), depth, gated, publishers)
 
 
 def engine_request(request: Request, robot: RobotConfig, schedule: str, stamp_ros_ns: int) -> EngineRequest:

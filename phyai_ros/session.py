@@ -110,6 +110,8 @@ class Session:
             self.loop.activate()
         self.jitter.reset()
         self.publishing = True
+        if self.recording is not None:
+            self.recording.activate(True)
         # Under simulated time the tick follows /clock like the robot does; the abort path needs no timer.
         self._ticker = Ticker(
             self._node,
@@ -184,6 +186,8 @@ class Session:
 
     def disable(self) -> None:
         """No publisher speaks and no tick runs. Done by hand: rclpy leaves publishers enabled in on_error."""
+        if self.publishing and self.recording is not None:
+            self.recording.activate(False)
         self.publishing = False
         ticker, self._ticker = self._ticker, None
         if ticker is not None:
@@ -193,8 +197,6 @@ class Session:
         """The one publish path: nothing leaves while the node is not active."""
         if self.publishing:
             self._publishers[key].publish(message)
-            if self.recording is not None:
-                self.recording.sent(key, message)
 
     def apply(self, params: parameters.NodeParameters) -> None:
         """Take over the parameters that may change while configured."""
@@ -207,7 +209,7 @@ class Session:
         notes = {
             **self.notes,
             **self._engine.notes,
-            **({} if self.recording is None else self.recording.notes),
+            **({} if self.recording is None else self.recording.notes()),
             "margins_unusable": self.sim_rate.reason,
             "stop_sent": loop.player.stop_sent,
         }
@@ -280,8 +282,6 @@ class Session:
         # Another robot, or other columns: the values mean something else there.
         same = kept and (kept[0].robot_id, kept[0].action_names) == (robot.robot_id, robot.action_names)
         self._make_loop(safety, kept[1] if kept and same else None, hello, output)
-        if params.record:
-            self._record(robot_file, model)
         inputs = Inputs(
             node,
             robot,
@@ -291,12 +291,11 @@ class Session:
             active=lambda: self.publishing,
             on_instruction=on_instruction,
             on_jump=partial(self._abort, AbortCause.CLOCK_JUMP),
-            tap=None if self.recording is None else self.recording.tap,
         )
-        if self.recording is not None:
-            self.recording.start()
         self.faults = inputs.faults
         self._stack.callback(inputs.destroy)
+        if params.record:
+            self._record(robot_file, model, inputs)
         # The handle must stay alive: the callback dies with it.
         threshold = JumpThreshold(
             min_forward=None,
@@ -306,10 +305,16 @@ class Session:
         jumps = node.get_clock().create_jump_callback(threshold, post_callback=self._jumped)
         self._stack.callback(jumps.unregister)
 
-    def _record(self, robot_file: Path, model: ModelConfig) -> None:
-        published = {key: (p.msg_type, p.topic_name) for key, p in self._publishers.items()}
+    def _record(self, robot_file: Path, model: ModelConfig, inputs: Inputs) -> None:
         self.recording = recording = Recording(
-            self._node, self.params, self.robot, robot_file, model, published, lambda: self.publishing
+            self._node,
+            self.params,
+            self.robot,
+            robot_file,
+            model,
+            inputs=inputs.topics,
+            published={p.topic_name: p.msg_type for p in self._publishers.values()},
+            give_up=self._give_up,
         )
         self._stack.callback(recording.close)
         self._engine.asked, self._engine.answered = recording.asked, recording.answered

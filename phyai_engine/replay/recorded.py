@@ -30,7 +30,9 @@ from phyai_engine.types import F64, U8, Committed, Observation, Request
 REQUEST_TYPE = "phyai_policy/msg/EngineRequest"
 
 RECEIPT_NS = 10_000_000
-"""From the recording of a frame to its receipt by the node, at most."""
+"""From the recorder's receipt of a frame to the node's, at most."""
+LATE_NS = 1_000_000_000
+"""A frame may have been received by the recorder after the node, which used it at once: by no more than this."""
 
 Number = tuple[int, int]
 """(epoch, chunk), both counted from the first of a run: the same in a run that did the same at another time."""
@@ -164,17 +166,20 @@ class Recording:
             )
 
     def _with_images(self, asked: list[_Asked]) -> Iterator[_Asked]:
-        """Each request once everything before it in the bag was seen; only frames that are wanted are decoded."""
+        """Each request once its frames were seen, or can no longer come; only frames that are wanted are decoded."""
         uses = Counter((camera, stamp) for entry in asked for camera, stamp in entry.frames.items())
         held: dict[tuple[str, int], U8] = {}
         waiting = deque(asked)
 
         def ready(until_ns: float) -> Iterator[_Asked]:
             while waiting and waiting[0].received_ns <= until_ns:
-                entry = waiting.popleft()
+                entry = waiting[0]
+                there = {camera: held.get((camera, stamp)) for camera, stamp in entry.frames.items()}
+                if any(image is None for image in there.values()) and entry.received_ns + LATE_NS > until_ns:
+                    return
+                waiting.popleft()
+                entry.images.update({camera: image for camera, image in there.items() if image is not None})
                 for camera, stamp in entry.frames.items():
-                    if (camera, stamp) in held:
-                        entry.images[camera] = held[camera, stamp]
                     uses[camera, stamp] -= 1
                     if not uses[camera, stamp]:
                         held.pop((camera, stamp), None)

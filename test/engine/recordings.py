@@ -47,6 +47,7 @@ class Script:
     """What the recorded run does.
 
     :param lost: (camera, request) whose frame is not in the bag. :param unanswered: requests without an answer.
+    :param late: requests whose frame of camera front was recorded 50 ms later, after the request.
     :param epochs: of each request. :param changed: request -> added to its recorded actions.
     :param unstamped: camera front has no stamps. :param refused: by code, in the last status.
     :param parameters: of the node.
@@ -56,6 +57,7 @@ class Script:
     model: Mapping[str, Any] = field(default_factory=lambda: FAKE)
     lost: Collection[tuple[str, int]] = ()
     unanswered: Collection[int] = ()
+    late: Collection[int] = ()
     epochs: Sequence[int] = ()
     changed: Mapping[int, float] = field(default_factory=dict)
     unstamped: bool = False
@@ -97,7 +99,7 @@ def _drive(bag: _Bag, policy: Policy, script: Script) -> None:
         now = T0_NS + k * EVERY_NS
         front, wrist = frame("front", k), bag.jpeg(frame("wrist", k))
         if ("front", k) not in script.lost:
-            bag.image("/arm/front/image", now, front, stamped=not script.unstamped)
+            bag.image("/arm/front/image", now, front, stamped=not script.unstamped, late=k in script.late)
         if ("wrist", k) not in script.lost:
             bag.compressed("/wrist/image/compressed", now + 1_000_000, wrist)
         state = np.array([0.1 * k, -0.05 * k])
@@ -179,12 +181,18 @@ class _Bag:
         return self.types.types["std_msgs/msg/Header"](stamp=self.stamp(ros_ns), frame_id="")
 
     def image(
-        self, topic: str, stamp_ns: int, pixels: np.ndarray[Any, np.dtype[np.uint8]], *, stamped: bool = True
+        self,
+        topic: str,
+        stamp_ns: int,
+        pixels: np.ndarray[Any, np.dtype[np.uint8]],
+        *,
+        stamped: bool = True,
+        late: bool = False,
     ) -> None:
         height, width, _ = pixels.shape
         self.put(
             topic,
-            stamp_ns + 5_000_000,
+            stamp_ns + 5_000_000 + 50_000_000 * late,
             "sensor_msgs/msg/Image",
             header=self.header(stamp_ns * stamped),
             height=height,

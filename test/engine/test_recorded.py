@@ -82,6 +82,16 @@ def test_a_frame_that_is_not_in_the_bag_is_named(recordings: ModuleType, tmp_pat
     assert [e.actions is None for e in found] == [False, False, False, True, False, False]
 
 
+def test_a_frame_that_was_recorded_after_the_request_is_found(recordings: ModuleType, tmp_path: Path) -> None:
+    """Node and recorder receive each for itself."""
+    folder = recordings.write_recording(tmp_path / "run", recordings.Script(late=[1, 5], lost=[("wrist", 3)]))
+    found = exchanges(folder)
+    assert [e.number for e in found] == [(0, k) for k in range(6)]
+    assert [e.missing for e in found] == [(), (), (), ("wrist",), (), ()]
+    for k, exchange in enumerate(found):
+        np.testing.assert_array_equal(exchange.request.observation.images["front"], recordings.frame("front", k))
+
+
 def test_frames_without_stamps_are_found_by_their_receipt(recordings: ModuleType, tmp_path: Path) -> None:
     folder = recordings.write_recording(tmp_path / "run", recordings.Script(unstamped=True))
     for k, exchange in enumerate(exchanges(folder)):

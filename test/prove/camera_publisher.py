@@ -139,6 +139,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=30.0, help="frames per second of each camera")
     parser.add_argument("--joint-rate", type=float, default=200.0, help="joint states per second and publisher")
     parser.add_argument("--duration", type=float, default=float("inf"), help="seconds; until a signal if not given")
+    parser.add_argument("--listeners", type=int, default=1, help="subscriptions of each topic that it waits for")
     return parser.parse_args(args)
 
 
@@ -159,7 +160,7 @@ def main(args: list[str] | None = None) -> int:
         names = tuple(entry.name for entry in robot.state if entry.topic == topic)
         streams.append((JointStream(node, topic, names, chosen.joint_rate), chosen.joint_rate))
     until = time.monotonic() + DISCOVERY_S
-    while time.monotonic() < until and not all(stream.subscribers() for stream, _ in streams):
+    while time.monotonic() < until and any(stream.subscribers() < chosen.listeners for stream, _ in streams):
         if ending.wait(0.05):
             break
     seconds, late_ms = play(streams, ending, chosen.duration)

@@ -44,6 +44,7 @@ class Run:
     p99_ms: float
     ticks: int
     dropped: str = "0"
+    unheard: str = "0"
     frames: int = 0
     published: int = 0
     mib_s: float = 0.0
@@ -85,7 +86,7 @@ def run(model: str, seconds: float, folder: Path, *, record: bool) -> Run:
         processes.transition(POLICY, "configure")
         processes.transition(POLICY, "activate")
         script = str(Path(__file__).with_name("camera_publisher.py"))
-        command = [sys.executable, script, "--robot", ROBOT, "--duration", str(seconds)]
+        command = [sys.executable, script, "--robot", ROBOT, "--duration", str(seconds), "--listeners", str(1 + record)]
         cameras = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         while cameras.poll() is None:
             processes.turn()
@@ -112,6 +113,7 @@ def run(model: str, seconds: float, folder: Path, *, record: bool) -> Run:
         figures.p99_ms,
         figures.ticks,
         dropped=observer.notes.get("recording_dropped", "unknown"),
+        unheard=observer.notes.get("recording_unheard", "unknown"),
         frames=sum(topic.messages for topic in frames),
         published=sum(published[topic.name.lstrip("/")] for topic in frames),
         mib_s=size_mib / span_s,
@@ -153,6 +155,7 @@ def main() -> int:
     rows += [
         ("runs of each kind; ticks in each", f"{len(on)}; {min(r.ticks for r in runs)} or more", None),
         ("messages dropped by the recorder", ", ".join(r.dropped for r in on), all(r.dropped == "0" for r in on)),
+        ("messages sent before the recorder heard the publisher", ", ".join(r.unheard for r in on), None),
         ("frames recorded, of those published", f"{frames} of {published} = {share:.2%}", share >= 0.99),
         ("written", f"{np.median([r.mib_s for r in on]):.1f} MiB/s", None),
     ]

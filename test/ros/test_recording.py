@@ -7,12 +7,10 @@ import itertools
 import json
 import os
 import re
-import resource
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,10 @@ from phyai_engine.config import ModelConfig, RobotConfig, convert
 from phyai_engine.errors import ConfigError
 from phyai_engine.messages import image_to_rgb, stamp_ns
 from phyai_engine.replay.bag import Bag
-from phyai_engine.replay.run_file import RunFile, load_run
+from phyai_engine.replay.run_file import load_run
 from phyai_engine.types import CommandKind
 from phyai_engine.weights.checkpoint import model_and_notes
-from phyai_ros import recorder
-from phyai_ros.recorder import MIB, Recorder
+from phyai_ros.recording import check_room, check_rosbags
 
 pytestmark = pytest.mark.ros
 Make = Callable[..., Any]
@@ -53,10 +50,15 @@ def recorded(rig_type: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[A
     tmp = tmp_path_factory.mktemp("recorded")
     rig = rig_type(tmp, record=str(tmp / "run"), schedule="rtc", model={"latency_ms": 30.0})
     try:
-        rig.start()
+        rig.configure()
+        rig.handed_over = []
+        link = rig.node._session.recording.link
+        give = link.give
+        link.give = lambda topic, content: (rig.handed_over.append(topic), give(topic, content))
+        assert rig.node.trigger_activate() is TransitionCallbackReturn.SUCCESS
         rig.until(lambda: len(rig.timings) > 4, 10.0)
         publisher = rig.peer.create_publisher(String, "policy_node/instruction", 1)
-        rig.until(lambda: publisher.get_subscription_count() == 1)
+        rig.until(lambda: publisher.get_subscription_count() == 2)  # node and recorder
         publisher.publish(String(data="pick the cup"))
         rig.spin(0.6)
         assert rig.node.trigger_deactivate() is TransitionCallbackReturn.SUCCESS
@@ -147,107 +149,22 @@ def test_codes_in_the_name_are_filled_in_and_nothing_is_overwritten(make_rig: Ma
     assert [p.name for p in kept.iterdir()] == ["note"]
 
 
-def test_a_robot_without_rosbags_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_robot_without_rosbags_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rosbags", None)
     with pytest.raises(ConfigError, match=r"needs the package rosbags.*Run `pip install rosbags`"):
-        Recorder(tmp_path / "run", 16, lambda: 1, print)
+        check_rosbags()
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no room for a recording, got \d+ MiB free, wanted record_max_mib"):
-        Recorder(tmp_path / "run", 1 << 40, lambda: 1, print)
+        check_room(tmp_path / "run", 1 << 40)
 
 
-def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-@pytest.fixture
-def said() -> list[str]:
-    """Warnings of the recorder ``small``."""
-    return []
-
-
-@pytest.fixture
-def small(tmp_path: Path, said: list[str]) -> Iterator[Recorder]:
-    """A recorder of one topic, bounded to 16 MiB."""
-    made = Recorder(tmp_path / "run", 16, lambda: 1_000_000_000, said.append)
-    made.add("/t", String)
-    made.start(RunFile(robot="", model="", model_name=""))
-    yield made
-    made.close()
-
-
-SMALL = b"\x00\x01\x00\x00" + (5).to_bytes(4, "little") + b"kept\x00"
-# a serialised String of 1 MiB
-BIG = b"\x00\x01\x00\x00" + (MIB).to_bytes(4, "little") + b"x" * (MIB - 1) + b"\x00"
-
-
-def test_the_folder_stays_within_its_bound_and_the_file_is_whole(
-    small: Recorder, said: list[str], tmp_path: Path
-) -> None:
-    for _ in range(40):
-        small.put("/t", BIG)
-        time.sleep(0.01)
-    wait(lambda: "stopped" in small.notes["recording"])
-    small.close()
-    size = sum(path.stat().st_size for path in (tmp_path / "run").iterdir())
-    assert 10 * MIB < size <= 16 * MIB
-    kept = read(tmp_path / "run")["/t"]
-    assert f"{len(kept)} messages" in small.notes["recording"]
-    assert len(said) == 1
-    assert "record_max_mib (16 MiB)" in said[0]
-
-
-def test_handing_over_never_waits_for_the_disk_and_drops_are_counted(small: Recorder) -> None:
-    os.kill(small.writer.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    for _ in range(200):
-        small.put("/t", BIG)
-    assert time.monotonic() - began < 0.5
-    assert small._queued_bytes <= recorder.QUEUE_BYTES
-    dropped = 200 - 1 - recorder.QUEUE_BYTES // len(BIG)
-    assert small.notes["recording_dropped"] in {f"{n} (/t {n})" for n in (dropped, dropped + 1)}
-    os.kill(small.writer.pid, signal.SIGCONT)
-
-
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(small: Recorder, said: list[str]) -> None:
-    resource.prlimit(small.writer.pid, resource.RLIMIT_FSIZE, (2 * MIB, 2 * MIB))
-    for _ in range(5):
-        small.put("/t", BIG)
-    wait(lambda: "File too large" in small.notes["recording"])
-    assert small.notes["recording_dropped"] != "0"
-    small.put("/t", BIG)
-    assert small._queued_bytes == 0
-    assert len(said) == 1
-
-
-def test_the_file_is_finished_when_the_node_is_killed(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys; from pathlib import Path; from std_msgs.msg import String\n"
-        "from phyai_engine.replay.run_file import RunFile; from phyai_ros.recorder import Recorder\n"
-        "made = Recorder(Path(sys.argv[1]), 16, lambda: 7, print); made.add('/t', String)\n"
-        "made.start(RunFile(robot='', model='', model_name='')); made.put('/t', bytes.fromhex(sys.argv[2]))\n"
-        "import time; time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run"), SMALL.hex()], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    wait((tmp_path / "run" / "metadata.yaml").exists)
-    assert [m.data for m in read(tmp_path / "run")["/t"]] == ["kept"]
-
-
-def test_nothing_is_recorded_before_there_is_time(small: Recorder, tmp_path: Path) -> None:
-    small._now_ros_ns = lambda: 0
-    small.put("/t", BIG)
-    small._now_ros_ns = lambda: 5
-    small.put("/t", BIG)
-    small.close()
-    with Bag(tmp_path / "run") as bag:
-        assert [m.received_ns for m in bag.messages(["/t"])] == [5]
-    assert small.notes["recording_dropped"] == "0"
+def test_the_node_pays_nothing_for_what_topics_carry(recorded: tuple[Any, Path]) -> None:
+    rig, folder = recorded
+    assert set(rig.handed_over) == {"/policy_node/request", "/policy_node/chunk"}
+    found = read(folder)
+    assert len(rig.handed_over) == len(found["/policy_node/request"]) + len(found["/policy_node/chunk"])
 
 
 def test_a_recording_that_ends_early_is_told_in_diagnostics_while_the_robot_drives_on(
@@ -255,7 +172,7 @@ def test_a_recording_that_ends_early_is_told_in_diagnostics_while_the_robot_driv
 ) -> None:
     rig = make_rig(record=str(tmp_path / "run"))
     rig.start()
-    os.kill(rig.node._session.recording._recorder.writer.pid, signal.SIGKILL)
+    os.kill(rig.node._session.recording.link.process.pid, signal.SIGKILL)
     rig.until(lambda: any("ended with exit code -9" in notes(a).get("recording", "") for a in rig.diagnostics))
     count = len(rig.steps)
     rig.until(lambda: len(rig.steps) > count + 10)

@@ -7,10 +7,10 @@ import math
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rclpy.serialization import serialize_message
 from sensor_msgs.msg import Image, JointState
@@ -18,12 +18,12 @@ from std_msgs.msg import String
 
 from phyai_engine.config import load_robot, resolve
 from phyai_engine.replay import record as records
-from phyai_engine.replay.run_file import RunFile
+from phyai_engine.replay.bag_writer import BagWriter
 from phyai_ros import replay_node
 from phyai_ros.convert import to_stamp
-from phyai_ros.recorder import Recorder
 
 pytestmark = pytest.mark.ros
+MIB = 1 << 20
 START_NS = 1_800_000_000 * 10**9
 JOINTS = load_robot(resolve("robots", "arm7")).state_names
 HOME = (0.0, -0.4, 0.0, -1.6, 0.0, 1.4, 0.7)
@@ -45,22 +45,21 @@ def joints(ns: int) -> JointState:
 
 def write_bag(folder: Path, seconds: float, *, wrist: bool = True) -> Path:
     """Two cameras at 20 Hz, joints at 100 Hz, and an instruction."""
-    now = [START_NS]
-    recorder = Recorder(folder, 64, lambda: now[0], print)
-    kinds: dict[str, type[Any]] = {"/front/image_raw": Image, "/joint_states": JointState}
-    kinds |= {"/wrist/image_raw": Image} if wrist else {}
-    for topic, kind in {**kinds, "/some_node/instruction": String}.items():
-        recorder.add(topic, kind)
-    recorder.start(RunFile(robot="", model="", model_name=""))
-    recorder.put("/some_node/instruction", partial(serialize_message, String(data="wipe the table")))
+    topics = {"/front/image_raw": "sensor_msgs/msg/Image", "/joint_states": "sensor_msgs/msg/JointState"}
+    topics |= {"/wrist/image_raw": "sensor_msgs/msg/Image"} if wrist else {}
+    bag = BagWriter(folder, 64 * MIB, {**topics, "/some_node/instruction": "std_msgs/msg/String"}, {})
+
+    def write(topic: str, now_ns: int, message: Any) -> None:
+        assert bag.write(topic, now_ns, serialize_message(message), trailing=True)
+
+    write("/some_node/instruction", START_NS, String(data="wipe the table"))
     for i in range(round(seconds * 100)):
-        now[0] = START_NS + i * 10_000_000
-        recorder.put("/joint_states", partial(serialize_message, joints(now[0] - 1_000_000)))
-        for topic in kinds:
+        now_ns = START_NS + i * 10_000_000
+        write("/joint_states", now_ns, joints(now_ns - 1_000_000))
+        for topic in topics:
             if i % 5 == 0 and topic.endswith("image_raw"):
-                recorder.put(topic, partial(serialize_message, image(now[0] - 5_000_000, i)))
-    recorder.close()
-    (folder / "run.json").unlink()
+                write(topic, now_ns, image(now_ns - 5_000_000, i))
+    bag.close()
     return folder
 
 
@@ -80,8 +79,29 @@ def replayed(
     command += ["--engine", "thread", "--out", str(out), "--gate", "aborts<=0,p50_margin_ms>=1e6", "-p", "seed:=3"]
     command += ["--record", str(tmp / "again")]
     with lock:
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    return ran, out
+        return run_to_its_end(command, environment, 90.0), out
+
+
+def run_to_its_end(command: list[str], environment: dict[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a replay; whatever happens, none of its processes, each of a session of its own, outlives this."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        finally:
+            family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            for member in family:
+                member.kill()
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def test_a_replay_that_hangs_leaves_no_process_behind() -> None:
+    words = ["sleep", f"60.{os.getpid()}"]
+    script = f"import subprocess, time; subprocess.Popen({words}, start_new_session=True); time.sleep(60)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_to_its_end([sys.executable, "-c", script], dict(os.environ), 1.5)
+    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == words]
 
 
 def test_the_record_is_of_a_real_node_on_the_bags_clock(replayed: tuple[Any, Path]) -> None:
