@@ -27,8 +27,8 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block, and
-    in how many parts x comes that take one another's place.
+    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block,
+    and in how many parts x comes that take one another's place.
     """
 
     outputs: int

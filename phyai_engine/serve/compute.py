@@ -124,7 +124,11 @@ class Compute:
         self._thread: threading.Thread | None = None
 
     def start(
-        self, load: Callable[[], EnginePolicy], warm_up_count: int, batches: Sequence[int] = (), keep_warm_s: float = 0.0
+        self,
+        load: Callable[[], EnginePolicy],
+        warm_up_count: int,
+        batches: Sequence[int] = (),
+        keep_warm_s: float = 0.0,
     ) -> None:
         """Start the thread; it posts one Ready, then one Work per request put.
 
