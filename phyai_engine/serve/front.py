@@ -198,6 +198,13 @@ class Front:
         if all(each.batcher is not None for each in self._pools.values()):
             self._on_ready()
 
+    def forgotten(self, slot: int) -> None:
+        """Ask for a keyframe, so that the new replica begins with everything."""
+        if (session := self._sessions.of_slot(slot)) is not None:
+            session.streams.forget()
+            self._figures.events["robots whose model state was lost"] += 1
+            _log.warning("%s: the model's state of robot %s is lost", session.pool.name, session.robot_id)
+
     # --- robots ---
 
     def _on_frames(self, frames: Sequence[Any]) -> None:

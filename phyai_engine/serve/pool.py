@@ -50,6 +50,9 @@ class Front(Protocol):
     def ready(self, pool: Pool) -> None:
         """The first replica has warmed up."""
 
+    def forgotten(self, slot: int) -> None:
+        """What a model remembered of a robot is lost with its replica."""
+
 
 @dataclass(slots=True)
 class Place:
@@ -284,7 +287,9 @@ class Pool:
             front.failed(ask, error_of(ask, "failed", f"its replica was lost: {cause}"))
         replica.kill()
         place.killed = replica
-        self._pins = {slot: index for slot, index in self._pins.items() if index != replica.index}
+        for slot in [slot for slot, index in self._pins.items() if index == replica.index]:
+            del self._pins[slot]
+            front.forgotten(slot)
         for slot in list(self._joining):
             self._joining[slot].discard(replica.index)
             self._settle_join(slot, front)

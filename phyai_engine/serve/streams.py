@@ -164,6 +164,10 @@ class KeptStreams:
         self._streams = {INSTRUCTION, *(_IMAGE + camera for camera in cameras)}
         self._kept: dict[str, tuple[int, str | tuple[str, Array]]] = {}
 
+    def forget(self) -> None:
+        """The next request must be whole."""
+        self._kept.clear()
+
     def whole(self, message: RequestMessage, arrays: Mapping[str, Array]) -> tuple[RequestMessage, dict[str, Array]]:
         """The request with everything in it; what it brought is kept, also when something else is missing.
 

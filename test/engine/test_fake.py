@@ -170,7 +170,7 @@ def test_latency_varies_by_the_number_of_the_run_alone() -> None:
         model, found = FakeModel(options), []
         for _ in range(10):
             model._runs += 1
-            found.append(model._latency_ms())
+            found.append(model._latency_ms(1))
         return found
 
     first = latencies()

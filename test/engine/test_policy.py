@@ -42,13 +42,16 @@ ROBOT = RobotConfig(
 )
 
 
-def fake(**options: Any) -> Policy:
-    model = ModelConfig(
+def fake_file(**options: Any) -> ModelConfig:
+    return ModelConfig(
         family="fake",
         normalisation=Normalisation(kind="limits"),
         options={"cameras": ["base_0_rgb"], "action_dim": 4, **options},
     )
-    return load_policy(ROBOT, model)
+
+
+def fake(**options: Any) -> Policy:
+    return load_policy(ROBOT, fake_file(**options))
 
 
 def tiny(**options: Any) -> ModelConfig:
@@ -302,3 +305,31 @@ def test_images_may_arrive_in_the_models_size_where_its_resampler_ends_in_bytes(
     change: dict[str, Any], size: int
 ) -> None:
     assert arrival_size(ModelConfig(**change)) == size
+
+
+def test_robots_that_joined_are_answered_in_one_batch_each_as_its_own_policy_would() -> None:
+    other = structs.replace(ROBOT, dt_s=0.5, robot_id="other")
+    wide = structs.replace(
+        ROBOT, actions=tuple(structs.replace(action, upper=2.0 * action.upper) for action in ROBOT.actions)
+    )
+    policy = fake()
+    policy.join(1, other)
+    policy.join(2, wide)
+    requests = [replace(ask(chunk_id=9, state=np.array([0.5, -0.5])), slot=slot) for slot in (0, 1, 2, 3)]
+    *together, stranger = policy.infer(requests)
+    assert isinstance(stranger, EngineError) and "no robot has joined" in str(stranger)
+    for mixed, robot in zip(together, (ROBOT, other, wide), strict=True):
+        alone = load_policy(robot, fake_file()).infer([requests[0]])[0]
+        np.testing.assert_array_equal(chunk_of(mixed).actions, chunk_of(alone).actions)
+    assert np.abs(chunk_of(together[2]).actions - chunk_of(together[0]).actions).max() > 1e-3  # its limits are others
+    policy.leave(1)
+    assert isinstance(policy.infer([requests[1]])[0], EngineError)
+    with pytest.raises(ConfigError):
+        policy.join(4, structs.replace(ROBOT, cameras=(structs.replace(ROBOT.cameras[0], role="tail"),)))
+
+
+def test_rows_of_a_batch_cost_what_the_file_says_padding_included() -> None:
+    policy = load_policy(ROBOT, fake_file(latency_ms=5.0, row_ms=20.0), (1, 4))
+    assert policy.runner.buckets == (1, 4)
+    one, three = min(policy.warm_up(2)), min(policy.warm_up(2, rows=3))
+    assert one >= 5.0 and three >= 65.0 and three - one > 40.0

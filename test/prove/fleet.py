@@ -137,10 +137,13 @@ def main() -> int:
     for name in given.only:
         began = time.monotonic()
         try:
-            rows += PARTS[name](given)
+            found = PARTS[name](given)
         except Exception as error:  # the other parts still run
-            rows.append((name, f"{type(error).__name__}: {error}"[:300], False))
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            found = [(name, f"{type(error).__name__}: {error}"[:300], False)]
+        for row in found:  # as they come: the table is minutes away
+            print(*row, sep=" | ", file=sys.stderr, flush=True)
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        rows += found
     return conclude(f"Engine server under load ({host()})", rows, log=given.log)
 
 

@@ -205,3 +205,16 @@ def test_whatever_the_load_no_admitted_request_is_late(
         _batcher(window_ms, 0), robots=robots, budget_ms=budget_ms, replicas=replicas, seconds=3, seed=seed
     )
     assert outcome.late == 0
+
+
+def test_who_asks_for_the_impossible_is_not_favoured_for_it() -> None:
+    batcher = _batcher()
+    for chunk_id in range(1, 6):  # 5 ms, when one row takes 22
+        (dropped,) = batcher.offer(_ask(1, 5.0, chunk_id=chunk_id), 0)
+        assert dropped.reason == "overloaded"
+    batcher.offer(_ask(8, 22.5), 0)
+    batcher.take(0, 0)  # until 22
+    for slot in range(2, 10):
+        batcher.offer(_ask(slot, 52.0), 0)
+    (dropped,) = batcher.offer(_ask(1, 52.5, chunk_id=9), 0)
+    assert dropped.ask.slot == 1

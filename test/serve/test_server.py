@@ -399,6 +399,18 @@ def test_robots_of_a_model_with_a_memory_stay_where_it_is(serve: Open, make_requ
             each.send(make_request(1, chunk_id, "pid", images=False), remaining_ms=5000.0)
         pids.append([each.next().text for each in robots])
     assert pids[0] == pids[1] == pids[2] and pids[0][0] != pids[0][1]
+    one, sent = robots[0], SentStreams()
+    for chunk_id in (4, 5):  # keyed from now on
+        one.send(*sent.to_wire(replace(make_request(1, chunk_id, "pid", images=False), remaining_ms=5000.0)))
+        assert one.next().text == pids[0][0]
+    psutil.Process(int(pids[0][0].split()[1])).kill()
+    running.await_replicas("1 of 2")
+    one.send(*sent.to_wire(replace(make_request(1, 6, "pid", images=False), remaining_ms=5000.0)))
+    assert one.next().reason == "keyframe"  # what the model remembered is gone: begin with everything
+    sent.forget()
+    one.send(*sent.to_wire(replace(make_request(1, 6, "pid", images=False), remaining_ms=5000.0)))
+    assert one.next().text == pids[0][1]
+    assert running.status()["robots whose model state was lost"] == "1"
 
 
 def test_several_models_side_by_side(serve: Open, make_request: Make) -> None:
