@@ -44,6 +44,7 @@ class HandoffSettings:
     :param horizon: H, rows of a chunk. :param execution_steps: configured s, 1..H.
     :param delay_init_steps: d assumed before any delay was measured.
     :param delay_window: number of recent delays whose maximum predicts the next one.
+    :param delay_slack_steps: added to that maximum: a delay that was not seen yet then keeps its deadline too.
     :param delay_limit_steps: longest d that the checkpoint can continue (``rtc`` only), 0 = no limit.
     """
 
@@ -54,9 +55,11 @@ class HandoffSettings:
     delay_init_steps: int = 2
     delay_window: int = 10
     delay_limit_steps: int = 0
+    delay_slack_steps: int = 0
 
     def __post_init__(self) -> None:
-        least = min(self.horizon - 1, self.delay_window - 1, self.delay_init_steps, self.delay_limit_steps)
+        steps = self.delay_init_steps, self.delay_limit_steps, self.delay_slack_steps
+        least = min(self.horizon - 1, self.delay_window - 1, *steps)
         if least < 0 or self.dt_s <= 0:
             raise ConfigError("handoff settings are out of range", got=self)
         if not 1 <= self.execution_steps <= self.horizon:
@@ -148,9 +151,10 @@ class Handoff:
 
     @property
     def predicted_delay(self) -> int:
-        """d: the largest recent delay, so that one slow inference is forgotten after ``delay_window`` handoffs."""
-        d = max(self.delays) if self.delays else self.settings.delay_init_steps
-        return min(d, self.settings.horizon)
+        """d: the largest recent delay, so that one slow inference is forgotten after ``delay_window`` handoffs, and the
+        slack."""
+        s = self.settings
+        return min(max(self.delays) + s.delay_slack_steps if self.delays else s.delay_init_steps, s.horizon)
 
     @property
     def typical_delay(self) -> int:

@@ -109,6 +109,12 @@ class NodeParameters:
         high=1000,
     )
     delay_window: int = _row(10, "Recent delays whose maximum predicts the next one [handoffs].", low=1, high=1000)
+    delay_slack_steps: int = _row(
+        0,
+        "Added to that maximum: later than ever keeps its deadline too, for rows that are fixed longer [steps].",
+        low=0,
+        high=100,
+    )
     instruction: str = _row("", "What the robot is to do, in words.", live=True)
     instruction_change: str = _row(
         "keep",

@@ -385,6 +385,7 @@ class Session:
             horizon=horizon,
             execution_steps=params.execution_horizon or max(1, horizon // 2),
             dt_s=robot.dt_s,
+            delay_slack_steps=params.delay_slack_steps,
             delay_init_steps=params.delay_init_steps or assumed_delay_steps(hello.warm_up_ms, horizon, robot.dt_s),
             delay_window=params.delay_window,
             delay_limit_steps=hello.rtc_max_delay,

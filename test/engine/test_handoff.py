@@ -142,6 +142,15 @@ def test_delay_window_forgets_one_slow_inference() -> None:
 NONE, SHORTER, LIMITED, WAITS = Fallback.NONE, Fallback.SHORTER_S, Fallback.LIMITED_D, Fallback.SYNC
 
 
+def test_slack_is_added_to_what_was_measured_alone() -> None:
+    h = handoff(s=6, delay_init_steps=2, delay_slack_steps=1)
+    assert h.predicted_delay == 2
+    assert replace(h, delays=(1, 3, 2)).predicted_delay == 4
+    assert replace(h, delays=(h.settings.horizon,)).predicted_delay == h.settings.horizon
+    with pytest.raises(ConfigError):
+        handoff(delay_slack_steps=-1)
+
+
 @pytest.mark.parametrize(
     ("s", "delays", "limit", "start_row", "fallback"),
     [
