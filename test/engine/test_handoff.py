@@ -143,7 +143,7 @@ NONE, SHORTER, LIMITED, WAITS = Fallback.NONE, Fallback.SHORTER_S, Fallback.LIMI
 
 
 def test_slack_is_added_to_what_was_measured_alone() -> None:
-    h = handoff(s=6, delay_init_steps=2, delay_slack_steps=1)
+    h = handoff(s=6, d=2, delay_slack_steps=1)
     assert h.predicted_delay == 2
     assert replace(h, delays=(1, 3, 2)).predicted_delay == 4
     assert replace(h, delays=(h.settings.horizon,)).predicted_delay == h.settings.horizon
