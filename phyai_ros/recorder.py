@@ -47,7 +47,6 @@ from phyai_ros.topics import SENSOR_QOS
 
 MIB = 1 << 20
 TURN_S = 0.04
-COLLECTING_NICE = 10
 QUEUE_BYTES = 64 * MIB
 """What may wait to be written. The rest waits in the middleware, where the newest push out the oldest."""
 SETTLE_NS = 20_000_000
@@ -174,9 +173,6 @@ class Recorder:
     # ---- the collecting thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Between the two: a thread of the node that wakes goes first at once, and whoever waits for a lock of the
-        # middleware that this one holds is not kept waiting by a busy machine for long.
-        os.nice(COLLECTING_NICE)
         try:
             while not self._ending.wait(TURN_S / 2):
                 if self._collected_bytes - self._written_bytes < QUEUE_BYTES:
