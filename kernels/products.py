@@ -50,7 +50,8 @@ def dense(x: Tensor, weight: Tensor) -> Tensor:
     """The vendor's product of many rows, ``x @ weight.T``: cuBLASLt's choice of a kernel where it is the better one.
 
     Measured on an H200, bf16, us (cuBLAS): 784 rows 16384 -> 2048 83.8 (98.8), 712 rows 73.3 (78.2), 968 rows 93.5
-    (93.5), 712 rows 2048 -> 2560 13.3 (16.1). But 832 rows 16384 -> 2048 134 (100), and 784 rows 2048 -> 32768 164 (155).
+    (93.5), 712 rows 2048 -> 2560 13.3 (16.1). But 832 rows 16384 -> 2048 134 (100), and 784 rows
+    2048 -> 32768 164 (155).
     """
     few = weight.shape[0] <= 4096 and x[..., 0].numel() % 128 != 64
     if not (few and x.dtype == torch.bfloat16 and overlaps(x.device)):
