@@ -122,7 +122,7 @@ def test_torch_without_a_version_and_a_driver_that_raises_are_faults() -> None:
 def test_every_kernel_is_named_with_its_reason() -> None:
     rows = doctor.check_kernels(Machine())
     assert [row.topic for row in rows][:2] == ["kernel rms_norm", "kernel ada_rms_norm"]
-    assert len(rows) == 11 and all(row.ok for row in rows)
+    assert len(rows) == 12 and all(row.ok for row in rows)
     assert all(", " in row.value and row.value.split(", ")[0] in ("triton", "reference") for row in rows)
 
 
