@@ -348,8 +348,8 @@ class PiModel(nn.Module):
 
     @torch.no_grad()
     def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """See :class:`phyai_engine.models.Model`. The bits of the velocity are those of ``velocity``, but where that runs a
-        fused ``stack``: the tape needs the single operators, whose rounding differs.
+        """See :class:`phyai_engine.models.Model`. The bits of the velocity are those of ``velocity``, but where that
+        runs a fused ``stack``: the tape needs the single operators, whose rounding differs.
         """
         tape = Tape(self.ops)
         tokens, inner = self._into(x, step)
