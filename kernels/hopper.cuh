@@ -67,16 +67,6 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int LEFT>
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
-// Ask for this block's part of a later kernel's weights to be brought into the second-level cache.
-__device__ __forceinline__ void ask_ahead(const char* from, i64 bytes) {
-    constexpr int SIZE = 4096;
-    i64 step = static_cast<i64>(gridDim.x) * blockDim.x * SIZE;
-    for (i64 at = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * SIZE; at < bytes; at += step) {
-        u32 size = static_cast<u32>(bytes - at < SIZE ? bytes - at : SIZE);
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(size) : "memory");
-    }
-}
-
 // --- shared memory ---
 
 __device__ __forceinline__ float4 read4(u32 at) {

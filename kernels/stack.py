@@ -1,14 +1,13 @@
 """All layers of an action expert on Hopper, five launches each: hopper.cuh, stack_products.cu and stack_attend.cu.
 
-Separate kernels in Triton take eight launches a layer: attention's spans, and the sums of products whose inputs are cut,
-go through the L2 cache into a second kernel, and each norm is a part of one. Here the blocks of one cluster add them
-through their shared memory. Worth it for one row of the batch, where the time is the weights' bytes and the borders
-between kernels.
+Separate kernels in Triton take eight launches a layer: attention's spans, and the sums of products whose inputs are
+cut, go through the L2 cache into a second kernel, and each norm is a part of one. Here the blocks of one cluster add
+them through their shared memory. Worth it for one row of the batch, where the time is the weights' bytes and the
+borders between kernels.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,8 +193,7 @@ def stack(
     hopper.launch(made.scale_rows, (batch * tokens, 1), (x, norms[0].scale, scaled, squares, width))
     stream = _Stream(x, scaled, squares)
     for i, layer in enumerate(weights):
-        after = weights[i + 1] if i + 1 < len(weights) else None
-        stream = run.layer(i, stream, layer, norms[2 * i : 2 * i + 3], after)
+        stream = run.layer(i, stream, layer, norms[2 * i : 2 * i + 3])
     scale, shift = norms[-1][:2]
     return norm_rows(stream.total, scale, shift, None, None)[1]
 
@@ -249,19 +247,14 @@ class _Run(NamedTuple):
     sizes: tuple[int, int, int, int, int]
     tall: int
 
-    def layer(
-        self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm], after: LayerWeights | None
-    ) -> _Stream:
-        """Five launches; each asks for the weights of one behind it to come nearer."""
+    def layer(self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm]) -> _Stream:
+        """Five launches."""
         before, between, behind = norms
-        query = self.project(i, stream, layer.qkv, before.moved)
-        attended = self.attend(i, query, layer.gate_up)
-        vectors = before.gate, between.scale
-        stream = self.add_product(self.kernels.o, self.cuts.o, attended, layer.o, stream, vectors, layer.down)
-        gated = self.gated_up(stream, layer.gate_up, between.moved, after and after.qkv)
-        vectors = between.gate, behind.scale
+        attended = self.attend(i, self.project(i, stream, layer.qkv, before.moved))
+        stream = self.add_product(self.kernels.o, self.cuts.o, attended, layer.o, stream, before.gate, between.scale)
+        gated = self.gated_up(stream, layer.gate_up, between.moved)
         return self.add_product(
-            self.kernels.down, self.cuts.down, gated, layer.down, stream, vectors, after and after.o
+            self.kernels.down, self.cuts.down, gated, layer.down, stream, between.gate, behind.scale
         )
 
     def project(self, i: int, stream: _Stream, weight: Tensor, moved: Tensor | None) -> Tensor:
@@ -271,26 +264,27 @@ class _Run(NamedTuple):
         slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
         counts = batch * tokens, tokens, heads, kv_heads, columns, stream.squares.shape[1]
         maps = _map(stream.scaled, self.tall), _map(weight, cut.outputs // 2)
-        args = *maps, stream.squares, moved, *span.table, query, *slabs, span.start, *_ahead(None), *counts
+        args = *maps, stream.squares, moved, *span.table, query, *slabs, span.start, *counts
         hopper.launch(self.kernels.project, (_blocks(cut, len(weight)), 1), (*args, EPS))
         return query
 
-    def attend(self, i: int, query: Tensor, ahead: Tensor) -> Tensor:
+    def attend(self, i: int, query: Tensor) -> Tensor:
         """[B, S, heads * D]"""
         (batch, tokens, heads, kv_heads, columns), span = self.sizes, self.span
         out = torch.empty((batch, tokens, heads * HEAD), dtype=query.dtype, device=query.device)
         slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
-        tiles, group = -(-heads // kv_heads * tokens // 64), heads // kv_heads
-        args = query, *slabs, span.lengths, out, *_ahead(ahead), tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E
+        group = heads // kv_heads
+        tiles = -(-group * tokens // 64)
+        args = query, *slabs, span.lengths, out, tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E
         hopper.launch(self.kernels.attend, (tiles * self.cuts.attend[0], batch * kv_heads), args)
         return out
 
-    def gated_up(self, stream: _Stream, weight: Tensor, moved: Tensor | None, ahead: Tensor | None) -> Tensor:
+    def gated_up(self, stream: _Stream, weight: Tensor, moved: Tensor | None) -> Tensor:
         """[B, S, inner]"""
         rows, inner = len(stream.squares), len(weight) // 2
         out = torch.empty((*stream.scaled.shape[:2], inner), dtype=weight.dtype, device=weight.device)
         maps = _map(stream.scaled, self.tall), _map(weight, self.cuts.gated.outputs // 2)
-        args = *maps, stream.squares, moved, out, *_ahead(ahead), rows, inner, stream.squares.shape[1], EPS
+        args = *maps, stream.squares, moved, out, rows, inner, stream.squares.shape[1], EPS
         hopper.launch(self.kernels.gated, (_blocks(self.cuts.gated, len(weight)), 1), args)
         return out
 
@@ -301,15 +295,15 @@ class _Run(NamedTuple):
         x: Tensor,
         weight: Tensor,
         stream: _Stream,
-        vectors: tuple[Tensor | None, Tensor],
-        ahead: Tensor | None,
+        gate: Tensor | None,
+        scale: Tensor,
     ) -> _Stream:
-        """The stream behind a sub-layer. :param vectors: its gate, and the scale of the norm behind it."""
+        """The stream behind a sub-layer. :param scale: of the norm behind it."""
         rows, blocks = len(stream.squares), _blocks(cut, len(weight))
         total, scaled = torch.empty_like(stream.total), torch.empty_like(stream.total)
         squares = torch.empty((rows, blocks // cut.blocks), device=x.device)
         maps = _map(x, self.tall), _map(weight, cut.outputs)
-        args = *maps, stream.total, *vectors, total, scaled, squares, *_ahead(ahead), rows, len(weight)
+        args = *maps, stream.total, gate, scale, total, scaled, squares, rows, len(weight)
         hopper.launch(kernel, (blocks, 1), args)
         return _Stream(total, scaled, squares)
 
@@ -320,7 +314,3 @@ def _blocks(cut: Cut, outputs: int) -> int:
 
 def _map(matrix: Tensor, box: int) -> hopper.Map:
     return hopper.Map(matrix.view(-1, matrix.shape[-1]), box)
-
-
-def _ahead(weight: Tensor | None) -> tuple[Tensor | None, ctypes.c_int64]:
-    return weight, ctypes.c_int64(0 if weight is None else weight.nbytes)

@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_part(
 
 template <int CL, int KEYS>
 __global__ void __launch_bounds__(128) attend(
-    const u16* query, Slab keys, Slab values, const i64* lengths, u16* out, const char* ahead, i64 ahead_bytes, int queries,
+    const u16* query, Slab keys, Slab values, const i64* lengths, u16* out, int queries,
     int group, int kv_heads, int columns, float scale) {
     constexpr int DIM = 256, CHUNKS = DIM / 8, Q_BYTES = 64 * DIM * 2, K_BYTES = KEYS * DIM * 2, EACH = 64 / CL;
     static_assert(CL * EACH * DIM * 2 <= K_BYTES, "what is received takes the keys' place");
@@ -69,7 +69,6 @@ __global__ void __launch_bounds__(128) attend(
         u32 at = v + chunk_at(KEYS, end - begin + i / CHUNKS, i % CHUNKS);
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
     }
-    ask_ahead(ahead, ahead_bytes);
     wait_for_last();
     const u16* asked = query + (static_cast<i64>(pair) * packed + tile * 64) * DIM;
     for (int i = threadIdx.x; i < min(64, packed - tile * 64) * CHUNKS; i += 128)

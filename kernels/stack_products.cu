@@ -129,7 +129,7 @@ struct Slab {  // keys or values: strides in values
 template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS, int HALF>
 __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, const float* cos,
-    const float* sin, u16* query, Slab keys, Slab values, const i64* start, const char* ahead, i64 ahead_bytes, int rows,
+    const float* sin, u16* query, Slab keys, Slab values, const i64* start, int rows,
     int tokens, int heads, int kv_heads, int columns, int parts, float eps) {
     static_assert(HALF % (N / 2) == 0, "a tile's pairs are of one head");
     extern __shared__ char chip[];
@@ -140,7 +140,6 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
         p.bring_weights(weight, head * 2 * HALF + begin, 0);
         p.bring_weights(weight, head * 2 * HALF + HALF + begin, N / 2);
     }
-    ask_ahead(ahead, ahead_bytes);
     constexpr int ITEMS = (p.EACH * (N / 8) + p.THREADS - 1) / p.THREADS;
     float4 c[ITEMS], s[ITEMS], low_shift[ITEMS] = {}, high_shift[ITEMS] = {};
 #pragma unroll
@@ -192,7 +191,7 @@ __device__ __forceinline__ float gelu(float g) {  // tanh form: g / (1 + exp(-2 
 template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, u16* out,
-    const char* ahead, i64 ahead_bytes, int rows, int outputs, int parts, float eps) {
+    int rows, int outputs, int parts, float eps) {
     extern __shared__ char chip[];
     start_next();
     Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
@@ -201,7 +200,6 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
         p.bring_weights(weight, begin, 0);
         p.bring_weights(weight, outputs + begin, N / 2);
     }
-    ask_ahead(ahead, ahead_bytes);
     constexpr int ITEMS = (p.EACH * (N / 8) + p.THREADS - 1) / p.THREADS;
     float4 m[ITEMS] = {}, n[ITEMS] = {};
 #pragma unroll
@@ -229,13 +227,12 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
 template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 __global__ void __launch_bounds__(128 * GROUPS) add_product(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const u16* stream, const float* gate, const float* scale,
-    u16* total, u16* scaled, float* squares, const char* ahead, i64 ahead_bytes, int rows, int outputs) {
+    u16* total, u16* scaled, float* squares, int rows, int outputs) {
     extern __shared__ char chip[];
     start_next();
     Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
     int begin = p.tile * N;
     if (threadIdx.x == 0) p.bring_weights(weight, begin, 0);
-    ask_ahead(ahead, ahead_bytes);
     constexpr int ITEMS = (p.EACH * (N / 4) + p.THREADS - 1) / p.THREADS;
     float4 open[ITEMS], gain[ITEMS];
     uint2 before[ITEMS];

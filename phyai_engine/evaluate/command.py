@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from phyai_engine.bench.machine import cores
-from phyai_engine.bench.measure import device_of
+from phyai_engine.clocks import device_of
 from phyai_engine.config import ModelConfig, RobotConfig, load_robot, resolve
 from phyai_engine.errors import ConfigError
 from phyai_engine.evaluate.closed_loop import PolicyFacts

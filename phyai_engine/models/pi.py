@@ -362,7 +362,9 @@ class PiModel(nn.Module):
 
     @torch.no_grad()
     def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """See :class:`phyai_engine.models.Model`. The bits of the velocity are those of ``velocity``."""
+        """See :class:`phyai_engine.models.Model`. The bits of the velocity are those of ``velocity``, but where that
+        runs a fused ``stack``: the tape needs the single operators, whose rounding differs.
+        """
         tape = Tape(self.ops)
         tokens, inner = self._into(x, step)
         hidden = self.expert(tokens, prefix.actions, self._norms(step), tape.ops)

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
-from phyai_kernels.reference import EPS
+from phyai_kernels.reference import EPS, Norm
 from torch import Tensor, nn
 from torch.nn import functional
 
 from phyai_engine.layers.ops import REFERENCE
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
-from phyai_engine.models.backbones.gemma import Norm, Span
+from phyai_engine.models.backbones.gemma import Span
 from phyai_engine.models.pi import PiModel
 from phyai_engine.models.pi_options import PiOptions
 from phyai_engine.weights.pi import places
