@@ -20,8 +20,6 @@ The order of both families: robot units -> policy units -> relative to the state
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,7 +64,6 @@ class Adapter:
         self._model = model
         checks.check_fit(robot, spec, _INPUTS)
         self._cameras = checks.camera_order(robot, spec)
-        self._threads = ThreadPoolExecutor(max(1, len(self._cameras)), "phyai-images")
         self._turned = {camera.name: camera.rotation_deg for camera in robot.cameras}
         self._state_units = PolicyUnits.of(robot.state, "state")
         self._action_units = PolicyUnits.of(robot.actions, "actions")
@@ -150,8 +147,8 @@ class Adapter:
         made: Inputs = {}
         if "images" in wanted:
             made["images"] = np.empty(wanted["images"].shape, dtype=np.float32)
-            # One thread a camera: resizing and converting let go of the interpreter.
-            list(self._threads.map(partial(self._fill, seen), made["images"], self._cameras))
+            for planes, camera in zip(made["images"], self._cameras, strict=True):
+                self._fill(seen, planes, camera)
         if "image_mask" in wanted:
             made["image_mask"] = np.array([camera is not None for camera in self._cameras])
         if self._prompt is not None:

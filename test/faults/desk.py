@@ -37,6 +37,7 @@ from phyai_engine.control.commands import Command
 from phyai_engine.errors import RefusalError
 from phyai_engine.safety import Safety
 from phyai_engine.types import AbortCause, CommandKind
+from phyai_ros import engine as engine_module
 from phyai_ros import session as session_module
 from phyai_ros.diagnostics import OUTCOMES
 
@@ -104,7 +105,7 @@ class Desk:
             mock.patch("time.sleep", self._sleep),
             mock.patch("time.time_ns", self._ros),
             mock.patch.object(timing.ClockOffset, "sample", clocks),
-            mock.patch.object(session_module, "EngineClient", lambda *_, on_event, **__: Worker(self, on_event)),
+            mock.patch.object(engine_module, "EngineClient", lambda *_, on_event, **__: Worker(self, on_event)),
         ]
 
     def _mono(self) -> int:

@@ -28,7 +28,7 @@ class Worker:
         self.computing: Request | None = None
         self.last: Chunk | None = None
         self.alive = True
-        self.pid, self.crash = os.getpid(), None
+        self.pid, self.crash, self.connection = os.getpid(), None, ""
 
     def start(self, progress: Any = None, *, give_up: Any = None) -> EngineHello:
         if self._desk.engine_fails:

@@ -10,11 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from phyai_engine.config import ModelConfig, load_model, load_robot, resolve
+from phyai_engine.config import ActionEntry, ModelConfig, RobotConfig, load_model, load_robot, resolve
 from phyai_engine.policy import load_policy
 from phyai_engine.serve.compute import Compute, Ready, Work
 from phyai_engine.types import Chunk, ModelSpec, Observation, Request, StageTimings
 
+ROBOT = RobotConfig(
+    robot_id="test",
+    action_type="joint_position",
+    dt_s=0.1,
+    state=(),
+    actions=(ActionEntry(name="lift", lower=-1.0, upper=1.0),),
+)
 REQUEST = Request(1, 2, Observation({}, np.zeros(1), np.zeros(1), "", 0, 0, 0, 0), None, 0, float("nan"))
 
 
@@ -28,7 +35,7 @@ class Resting:
         self.warmed: list[float] = []
         self.fails = fails
 
-    def warm_up(self, count: int) -> list[float]:
+    def warm_up(self, count: int, rows: int = 1) -> list[float]:
         return [1.0] * count
 
     def infer(self, requests: Any, cancels: Any) -> list[Chunk]:
@@ -44,12 +51,12 @@ def run(policy: Resting, keep_warm_s: float, rest_s: float) -> list[Ready | Work
     """Load, rest, ask once."""
     posted: list[Ready | Work] = []
     event = threading.Event()
-    compute = Compute(lambda outcome: (posted.append(outcome), event.set())[1], 1, 0)
-    compute.start(lambda: policy, 1, keep_warm_s)
+    compute = Compute(lambda outcome: (posted.append(outcome), event.set())[1], ROBOT, 0)
+    compute.start(lambda: policy, 1, keep_warm_s=keep_warm_s)
     assert event.wait(5)
     event.clear()
     time.sleep(rest_s)
-    assert compute.put(Work(REQUEST, time.monotonic_ns())) is None
+    assert not compute.put([Work(REQUEST, time.monotonic_ns())])
     assert event.wait(5)
     assert compute.stop(5)
     return posted
