@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -24,6 +25,20 @@ def checkpoints() -> ModuleType:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The fast tier means the same everywhere: it runs on the CPU, child processes too; ``-m gpu`` sees the device."""
+    """The fast tier means the same everywhere: it runs on the CPU, child processes too; ``-m gpu`` sees the device.
+
+    Triton chooses between its interpreter and compiling as it is imported, so one process holds one of them: it is
+    imported here, before any test module can.
+    """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    marks = config.option.markexpr
+    if ("gpu" in marks and "not gpu" not in marks) or importlib.util.find_spec("triton") is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:  # not left in the environment: the tests' child processes inherit it
+        patch.setenv("TRITON_INTERPRET", "1")
+        triton = importlib.import_module("triton")
+    triton.knobs.runtime.interpret = True
+    if triton.__version__.startswith("3.6"):
+        wrong = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"  # its interpreter's own
+        config.addinivalue_line("filterwarnings", wrong)

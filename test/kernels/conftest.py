@@ -1,13 +1,12 @@
 """The kernels' tests run in Triton's interpreter, on the CPU; with ``-m gpu`` they are compiled and run on CUDA.
 
-Triton chooses between the two as it is imported, so one process holds one of them.
+Which of the two a process holds is chosen in test/conftest.py.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-TOO_EARLY = pytest.StashKey[bool]()
 # |error| over the largest value. The interpreter cuts bfloat16 off where hardware rounds, and there are up to 4 casts.
 ALLOWED = {
     ("cpu", torch.float32): 2e-6,
@@ -25,29 +23,15 @@ ALLOWED = {
 }
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    marks = config.option.markexpr
-    if ("gpu" in marks and "not gpu" not in marks) or importlib.util.find_spec("triton") is None:
-        return
-    config.stash[TOO_EARLY] = "triton" in sys.modules
-    with pytest.MonkeyPatch.context() as patch:  # not left in the environment: the tests' child processes inherit it
-        patch.setenv("TRITON_INTERPRET", "1")
-        triton = importlib.import_module("triton")
-    triton.knobs.runtime.interpret = True
-    if triton.__version__.startswith("3.6"):
-        wrong = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"  # its interpreter's own
-        config.addinivalue_line("filterwarnings", wrong)
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the test runs; the generator of random numbers is seeded."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    if request.config.stash.get(TOO_EARLY, False):
-        pytest.fail("a test module imported Triton before its interpreter was on; import it inside the test instead")
     interpreted = importlib.import_module("phyai_kernels.tiles").INTERPRETED
     if request.param == "cpu" and not interpreted:
+        if "gpu" not in request.config.option.markexpr.replace("not gpu", ""):
+            pytest.fail("something imported Triton before its interpreter was on (test/conftest.py)")
         pytest.skip("Triton compiles in this process: run the interpreter's tests without -m gpu")
     if request.param == "cuda" and (interpreted or not torch.cuda.is_available()):
         pytest.skip("needs a CUDA device, and -m gpu alone")

@@ -349,9 +349,9 @@ def test_a_cancel_means_its_slot_alone(worker: Running, hello: wire.Hello, make_
         message, arrays = streams.request_to_wire(row)
         peer.socket.send_multipart(wire.encode(msgspec.structs.replace(message, rows_left=left), arrays))
     peer.send(wire.Cancel(slot=1, epoch=1))
-    mine, cancelled = peer.receive(), peer.receive()
-    assert isinstance(mine, wire.Reply) and mine.slot == 0
-    assert (cancelled.reason, cancelled.slot) == ("cancelled", 1)
+    answers = {answer.slot: answer for answer in (peer.receive(), peer.receive())}  # a queued row is told at once
+    assert isinstance(answers[0], wire.Reply)
+    assert answers[1].reason == "cancelled"
 
 
 def test_a_reference_to_what_was_never_sent_asks_for_a_keyframe(
