@@ -286,6 +286,7 @@ def test_a_request_whose_frame_was_missed_is_counted(make: Callable[..., Scene])
     image = Image(height=1, width=1, encoding="rgb8", step=3, data=bytes(3))
     image.header.stamp = to_stamp(1_000_000_007)
     scene.images.publish(image)
+    scene.until(lambda progress: progress.messages == 1)
     for stamp_ns in (1_000_000_007, 1_000_000_008):
         request = EngineRequest(cameras=["front"], image_stamps=[to_stamp(stamp_ns)])
         scene.link.give("/request", serialize_message(request))
