@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
+import torch
 from evidence import conclude, options, show
 from rich.console import Console
 
@@ -39,9 +40,10 @@ def folder_of(out: Path, condition: Condition) -> Path:
 
 
 def play(cells: Sequence[EvalOptions], lanes: int) -> list[Summary]:
-    """Every cell, ``lanes`` of them at a time, each with a policy of its own."""
+    """Every cell, ``lanes`` of them at a time, each with a policy of its own and its share of the cores."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(lanes, mp_context=context) as pool:
+    share = max(1, cores() // lanes)
+    with ProcessPoolExecutor(lanes, mp_context=context, initializer=torch.set_num_threads, initargs=(share,)) as pool:
         return list(pool.map(_one, cells))
 
 
