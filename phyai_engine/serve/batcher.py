@@ -28,7 +28,8 @@ class Ask:
 
     :param robot: whose, for fairness; ``slot`` its session. :param arrived_ns: monotonic, as is ``deadline_ns``, by
         which the answer must be here. :param replica: the only one that may answer, -1 = any.
-    :param content: the caller's own. :param started_ns: when it was sent to a replica; 0: not yet.
+    :param content: the caller's own. :param started_ns: when it was sent to a replica; 0: not yet. :param batch_ns: of
+        the time until then, what its replica was free and waited for more rows.
     """
 
     robot: str
@@ -40,6 +41,7 @@ class Ask:
     replica: int = -1
     content: Any = None
     started_ns: int = 0
+    batch_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +54,10 @@ class Dropped:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """``rows`` 0: free. :param until_ns: when its batch is predicted to end."""
+    """``rows`` 0: free, since ``free_ns``. :param until_ns: when its batch is predicted to end."""
 
     rows: int = 0
+    free_ns: int = 0
     started_ns: int = 0
     until_ns: int = 0
 
@@ -99,7 +102,7 @@ class Batcher:
         if state is None or not state.rows:
             return
         self.latency.observe(state.rows, (now_ns - state.started_ns) / _MS)
-        state.rows = 0
+        state.rows, state.free_ns = 0, now_ns
 
     def free(self) -> list[int]:
         """Replicas without a batch."""
@@ -145,7 +148,7 @@ class Batcher:
         dropped += [self._refuse(ask) for ask in late]
         for ask in rows:
             self._remove(ask)
-            ask.started_ns = now_ns
+            ask.started_ns, ask.batch_ns = now_ns, now_ns - max(ask.arrived_ns, state.free_ns)
         bucket = self.bucket(len(rows))
         state.rows, state.started_ns, state.until_ns = bucket, now_ns, now_ns + self._takes_ns(bucket)
         return rows, dropped
