@@ -17,8 +17,8 @@ _WILD = 4.0  # an observation counts as at most so many times its prediction: on
 class LatencyModel:
     """a + b * rows [ms] plus what it is usually short by, fitted to the warm-up and to every batch since.
 
-    The warm-up's points never fade: where only one size is ever run, they keep a and b apart. What they are all too long
-    or too short by, as batches show it, is taken off: robots may send smaller images than it had, or its host was busy.
+    The warm-up's points never fade: where only one size is ever run, they keep a and b apart. They are scaled by what
+    batches take against them: robots may send smaller images than the warm-up had, or its host was busy.
 
     :param measured: (rows, ms) of the warm-up.
     :raises EngineError: nothing was measured.

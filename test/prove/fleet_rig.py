@@ -194,8 +194,10 @@ class Fleet:
         """
         crews = min(crews, robots)
         with contextlib.ExitStack() as stack:
-            monitor = self._start(stack, [str(HERE / "stall_monitor.py"), str(self.folder / "gaps.npy")])
+            monitor = _started(stack, [str(HERE / "stall_monitor.py"), str(self.folder / "gaps.npy")])
             running = [self._crew(stack, index, robots, crews, options) for index in range(crews)]
+            for process in (monitor, *running):  # they start side by side
+                assert _line(process, SLACK_S) == "ready\n", f"robots or monitor did not start: {self.log()[-2000:]}"
             watched = {"front": [self._server.pid], "replicas": self._replicas()}
             before, began_s = {name: _cpu_s(pids) for name, pids in watched.items()}, time.monotonic()
             start = f"{time.monotonic_ns() + 500_000_000}\n"
@@ -226,21 +228,11 @@ class Fleet:
         command += ["--first", str(first), "--robot", self._robot, "--out", str(self.folder / f"{index}.npz")]
         share = {**options, **({"requests": options["requests"] // crews} if "requests" in options else {})}
         command += [word for name, value in share.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        return self._start(stack, command)
+        return _started(stack, command)
 
     def _replicas(self) -> list[int]:
         """Their processes, as the server told when each was ready."""
         return [int(pid) for pid in re.findall(r"is ready, pid (\d+)", self.log())]
-
-    def _start(self, stack: contextlib.ExitStack, arguments: list[str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        assert _line(process, SLACK_S) == "ready\n", f"{arguments[0]} did not start: {self.log()[-2000:]}"
-        return process
 
     def _sample(self, crews: list[subprocess.Popen[str]], every_s: float) -> dict[str, Any]:
         import psutil
@@ -267,6 +259,16 @@ class Fleet:
         path = self.folder / "robot.yaml"
         path.write_text(yaml.safe_dump(plain), encoding="utf-8")
         return str(path)
+
+
+def _started(stack: contextlib.ExitStack, arguments: list[str]) -> subprocess.Popen[str]:
+    """A Python process that ends with ``stack`` at the latest."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
 
 
 def _line(process: subprocess.Popen[str], bound_s: float | None) -> str:

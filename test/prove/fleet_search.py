@@ -18,7 +18,7 @@ from phyai_engine.serve.latency import LatencyModel
 EPS = 1e-3
 AWAY_MS = 6.0  # of a deadline, what is neither queue nor batch: the network both ways, the server's own allowance
 FINE = 1.07  # neighbours closer than this are not told apart
-TRIES, STEPS_DOWN = 5, 2
+STEPS_DOWN = 2
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def predicted(batch: str, rate: Rate, replicas: int, buckets: Sequence[int]) -> 
     return low
 
 
-def search(guess: int, screened: Callable[[int], bool], counted: Callable[[int], bool]) -> int | None:
-    """The most robots for which ``counted`` holds, by short runs around a guess; None where it never does."""
+def search(guess: int, screened: Callable[[int], bool], counted: Callable[[int], bool], *, tries: int) -> int | None:
+    """The most robots for which ``counted`` holds, by ``tries`` short runs around a guess; None where it never does."""
     low = high = 0
     robots = max(1, round(0.95 * guess))
-    for _ in range(TRIES):
+    for _ in range(tries):
         if screened(robots):
             low = max(low, robots)
         else:
