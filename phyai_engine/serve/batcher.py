@@ -19,6 +19,7 @@ from phyai_engine.serve.latency import LatencyModel
 WINDOW_MAX_MS = 20.0
 _DEBT_MEMORY = 0.9  # per request of the robot: about its last ten count
 _DEBT_GAP = 0.5  # a waiting request gives way to a newcomer only if its robot is better off by this much
+_TRIAL = 8  # requests refused in a row by prediction alone, until one is run all the same
 _MS = 1_000_000
 
 
@@ -82,6 +83,7 @@ class Batcher:
         self._by_slot: dict[int, Ask] = {}
         self._replicas: dict[int, _Replica] = {}
         self._debts: dict[str, float] = {}
+        self._doubts = 0  # refused in a row while nothing ran
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -116,6 +118,7 @@ class Batcher:
         if (older := self._by_slot.get(ask.slot)) is not None:
             self._remove(older)
             dropped.append(Dropped(older, "replaced"))
+        self._doubt(ask, now_ns)
         bisect.insort(self._queue, ask, key=lambda queued: queued.deadline_ns)
         self._by_slot[ask.slot] = ask
         while (late := self._plan_fails(now_ns)) is not None:
@@ -146,6 +149,7 @@ class Batcher:
             return [], dropped
         rows, late = self._choose(waiting, replica, now_ns)
         dropped += [self._refuse(ask) for ask in late]
+        self._doubts = 0
         for ask in rows:
             self._remove(ask)
             ask.started_ns, ask.batch_ns = now_ns, now_ns - max(ask.arrived_ns, state.free_ns)
@@ -172,6 +176,17 @@ class Batcher:
         return (busy_ns / _MS + batches * full_ms) / len(self._replicas) + own_ms
 
     # --- parts ---
+
+    def _doubt(self, ask: Ask, now_ns: int) -> None:
+        """A free server that refuses everybody learns nothing: one stall would close it for ever. It tries one."""
+        takes_ns = self._takes_ns(self.buckets[0])
+        if self._queue or not self.free() or now_ns + takes_ns <= ask.deadline_ns:
+            return
+        self._doubts += 1
+        if self._doubts >= _TRIAL:
+            self._doubts = 0
+            self.latency.doubt()
+            ask.deadline_ns = now_ns + 2 * takes_ns
 
     def _takes_ns(self, bucket: int) -> int:
         return round(self.latency.predict_ms(bucket) * _MS)

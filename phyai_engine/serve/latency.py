@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from phyai_engine.errors import EngineError
 
 _MEMORY = 0.98  # an observation counts half after 34 newer ones
+_DOUBT = 0.5
 _RESIDUALS = 64
 _QUANTILE = 0.95
 _WILD = 4.0  # an observation counts as at most so many times its prediction: one stall must not teach
@@ -50,6 +51,14 @@ class LatencyModel:
         self._seen.add(rows, ms)
         a, b = self._warm_up
         self._seen_prior_ms = _MEMORY * self._seen_prior_ms + max(0.0, a + b * rows)
+        self._fit()
+
+    def doubt(self) -> None:
+        """What was seen may not hold any more: what comes next counts the more."""
+        self._seen.fade(_DOUBT)
+        self._seen_prior_ms *= _DOUBT
+        for _ in range(len(self._short) // 2):
+            self._short.popleft()
         self._fit()
 
     def _fit(self) -> None:

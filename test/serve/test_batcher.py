@@ -192,6 +192,17 @@ def test_a_warm_up_with_larger_images_is_not_believed_of_sizes_never_seen() -> N
     assert latency.predict_ms(8) == pytest.approx(84.0, rel=0.15)
 
 
+def test_a_stall_does_not_close_the_server_for_ever(fleet_model: ModuleType) -> None:
+    latency = _latency()
+    for _ in range(64):
+        latency.observe(1, 500.0)
+    assert latency.predict_ms(1) > 100.0  # more than anybody has: nothing would run, and nothing be learnt
+    outcome = fleet_model.run_fleet(_batcher(2.0, 0, latency), robots=8, seconds=30)
+    first_s = 64 / (8 * 5.0)
+    assert outcome.miss_rate < first_s / 30 * 1.5
+    assert outcome.late <= 16
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_fleet_within_capacity_misses_nothing(fleet_model: ModuleType, together: bool) -> None:
     outcome = fleet_model.run_fleet(_batcher(2.0, 0), robots=32 if not together else 24, together=together, seconds=30)
