@@ -141,7 +141,10 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fallback: str = ""
     l_observe_s: float = math.nan
     l_transfer_s: float = math.nan
+    l_serialise_s: float = math.nan
+    l_network_s: float = math.nan
     l_queue_s: float = math.nan
+    l_batch_s: float = math.nan
     l_inference_s: float = math.nan
     l_actuate_s: float = math.nan
     l_critical_s: float = math.nan

@@ -155,13 +155,19 @@ class StageTimings:
     """Durations of one inference in milliseconds; NaN where a stage does not exist."""
 
     queue_ms: float = float("nan")
+    batch_ms: float = float("nan")  # of queue_ms, what a free replica of a server waited for more rows
     encode_ms: float = float("nan")
     prefix_ms: float = float("nan")
     denoise_ms: float = float("nan")
     decode_ms: float = float("nan")
     inference_ms: float = float("nan")  # encode to decode
     transfer_ms: float = float("nan")  # round trip minus queue and inference, filled in by the client
-    serialise_ms: float = float("nan")  # of transfer_ms, what the client spent on its own side; the rest is the network
+    serialise_ms: float = float("nan")  # of transfer_ms, what the client spent on its own side
+
+    @property
+    def network_ms(self) -> float:
+        """The rest of transfer_ms: between the two programs, both ways."""
+        return self.transfer_ms - self.serialise_ms
 
 
 @dataclass(frozen=True, slots=True, eq=False)

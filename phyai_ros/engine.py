@@ -20,6 +20,7 @@ from phyai_ros.parameters import NodeParameters
 
 REMOTE = "remote"
 _WINDOW = 1000
+_STAGES = ("serialise_ms", "network_ms", "queue_ms", "batch_ms")  # of StageTimings; inference is in the status
 
 
 def model_of(params: NodeParameters) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -77,7 +78,7 @@ class Engine:
         self._make, self._progress, self._give_up = make, progress, give_up
         self._memory_bytes = 0
         self._hello: EngineHello | None = None
-        self._transfer = {"serialise": Window(_WINDOW), "network": Window(_WINDOW)}
+        self._stages = {name: Window(_WINDOW) for name in _STAGES}
         self.asked: Callable[[Request], object] = lambda request: None
         """Told of every request, on the executor thread, as ``answered`` is of every chunk."""
         self.answered: Callable[[Chunk], object] = lambda chunk: None
@@ -147,8 +148,8 @@ class Engine:
         return events
 
     def _note(self, timings: StageTimings) -> None:
-        self._transfer["serialise"].add(timings.serialise_ms)
-        self._transfer["network"].add(timings.transfer_ms - timings.serialise_ms)
+        for name, window in self._stages.items():
+            window.add(getattr(timings, name))
 
     @property
     def notes(self) -> dict[str, str]:
@@ -158,7 +159,7 @@ class Engine:
             "engine_pid": str(self.client.pid or ""),
             "engine_crash": str(self.client.crash or ""),
             "engine_connection": self.client.connection,
-            **{f"engine_{name}_ms": _words(window) for name, window in self._transfer.items()},
+            **{f"engine_{name}": _words(window) for name, window in self._stages.items()},
             **{f"engine_{name}": str(n) for name, n in self.client.counters.items()},
         }
 

@@ -61,7 +61,9 @@ class TimingRow(Timing, frozen=True, forbid_unknown_fields=True, kw_only=True):
         :param outcome: in words, since the message holds a number. :param refusal: likewise.
         """
         own = {"t_s": t_s, "outcome": outcome, "refusal": refusal}
-        copied = {name: getattr(source, name) for name in TimingRow.__struct_fields__ if name not in own}
+        # A message of an older recording lacks what was added since: not measured.
+        names = [name for name in TimingRow.__struct_fields__ if name not in own and hasattr(source, name)]
+        copied = {name: getattr(source, name) for name in names}
         return msgspec.convert({**copied, **own}, TimingRow)
 
 

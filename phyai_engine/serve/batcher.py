@@ -19,6 +19,7 @@ from phyai_engine.serve.latency import LatencyModel
 WINDOW_MAX_MS = 20.0
 _DEBT_MEMORY = 0.9  # per request of the robot: about its last ten count
 _DEBT_GAP = 0.5  # a waiting request gives way to a newcomer only if its robot is better off by this much
+_TRIAL = 8  # requests refused in a row by prediction alone, until one is run all the same
 _MS = 1_000_000
 
 
@@ -28,7 +29,8 @@ class Ask:
 
     :param robot: whose, for fairness; ``slot`` its session. :param arrived_ns: monotonic, as is ``deadline_ns``, by
         which the answer must be here. :param replica: the only one that may answer, -1 = any.
-    :param content: the caller's own. :param started_ns: when it was sent to a replica; 0: not yet.
+    :param content: the caller's own. :param started_ns: when it was sent to a replica; 0: not yet. :param batch_ns: of
+        the time until then, what its replica was free and waited for more rows.
     """
 
     robot: str
@@ -40,6 +42,7 @@ class Ask:
     replica: int = -1
     content: Any = None
     started_ns: int = 0
+    batch_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +55,10 @@ class Dropped:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """``rows`` 0: free. :param until_ns: when its batch is predicted to end."""
+    """``rows`` 0: free, since ``free_ns``. :param until_ns: when its batch is predicted to end."""
 
     rows: int = 0
+    free_ns: int = 0
     started_ns: int = 0
     until_ns: int = 0
 
@@ -79,6 +83,7 @@ class Batcher:
         self._by_slot: dict[int, Ask] = {}
         self._replicas: dict[int, _Replica] = {}
         self._debts: dict[str, float] = {}
+        self._doubts = 0  # refused in a row while nothing ran
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -99,7 +104,7 @@ class Batcher:
         if state is None or not state.rows:
             return
         self.latency.observe(state.rows, (now_ns - state.started_ns) / _MS)
-        state.rows = 0
+        state.rows, state.free_ns = 0, now_ns
 
     def free(self) -> list[int]:
         """Replicas without a batch."""
@@ -113,6 +118,7 @@ class Batcher:
         if (older := self._by_slot.get(ask.slot)) is not None:
             self._remove(older)
             dropped.append(Dropped(older, "replaced"))
+        self._doubt(ask, now_ns)
         bisect.insort(self._queue, ask, key=lambda queued: queued.deadline_ns)
         self._by_slot[ask.slot] = ask
         while (late := self._plan_fails(now_ns)) is not None:
@@ -143,9 +149,10 @@ class Batcher:
             return [], dropped
         rows, late = self._choose(waiting, replica, now_ns)
         dropped += [self._refuse(ask) for ask in late]
+        self._doubts = 0
         for ask in rows:
             self._remove(ask)
-            ask.started_ns = now_ns
+            ask.started_ns, ask.batch_ns = now_ns, now_ns - max(ask.arrived_ns, state.free_ns)
         bucket = self.bucket(len(rows))
         state.rows, state.started_ns, state.until_ns = bucket, now_ns, now_ns + self._takes_ns(bucket)
         return rows, dropped
@@ -169,6 +176,17 @@ class Batcher:
         return (busy_ns / _MS + batches * full_ms) / len(self._replicas) + own_ms
 
     # --- parts ---
+
+    def _doubt(self, ask: Ask, now_ns: int) -> None:
+        """A free server that refuses everybody learns nothing: one stall would close it for ever. It tries one."""
+        takes_ns = self._takes_ns(self.buckets[0])
+        if self._queue or not self.free() or now_ns + takes_ns <= ask.deadline_ns:
+            return
+        self._doubts += 1
+        if self._doubts >= _TRIAL:
+            self._doubts = 0
+            self.latency.doubt()
+            ask.deadline_ns = now_ns + 2 * takes_ns
 
     def _takes_ns(self, bucket: int) -> int:
         return round(self.latency.predict_ms(bucket) * _MS)

@@ -21,7 +21,7 @@ from phyai_engine.serve.remote_policy import RemotePolicy
 from phyai_engine.timing import Window
 from phyai_engine.types import U8
 
-STAGES = ("serialise", "network", "queue", "inference", "round trip")
+STAGES = ("serialise", "network", "queue", "of it, for more rows", "inference", "round trip")
 _START_S = 30.0
 _FRAMES = 4  # sets of camera frames, used in turn
 
@@ -56,8 +56,9 @@ class Tally:
         timings = answer.chunk.timings
         figures = (
             timings.serialise_ms,
-            timings.transfer_ms - timings.serialise_ms,
+            timings.network_ms,
             timings.queue_ms,
+            timings.batch_ms,
             timings.inference_ms,
             answer.round_trip_ms,
         )

@@ -60,7 +60,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], config: ServerConfig, g
     :raises PhyaiError: the address is taken, or is none.
     """
     socket = context.socket(zmq.ROUTER)
-    prepare(socket)
+    prepare(socket, config.endpoint)
     socket.setsockopt(zmq.SNDHWM, _UNREAD_MESSAGES)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send tells that the robot is gone or does not read
     socket.setsockopt(zmq.MAXMSGSIZE, min(config.limits.message_bytes, socket.getsockopt(zmq.MAXMSGSIZE)))
@@ -147,7 +147,7 @@ class Front:
         message = msgspec.structs.replace(
             reply,
             slot=0,
-            timings=replace(timings, queue_ms=timings.queue_ms + waited_ms),
+            timings=replace(timings, queue_ms=timings.queue_ms + waited_ms, batch_ms=ask.batch_ns / 1e6),
             valid_ms=pool.engine.horizon * session.robot.dt_s * 1e3,
             load=load,
         )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from phyai_engine.errors import EngineError
 
 _MEMORY = 0.98  # an observation counts half after 34 newer ones
+_DOUBT = 0.5
 _RESIDUALS = 64
 _QUANTILE = 0.95
 _WILD = 4.0  # an observation counts as at most so many times its prediction: one stall must not teach
@@ -17,7 +18,8 @@ _WILD = 4.0  # an observation counts as at most so many times its prediction: on
 class LatencyModel:
     """a + b * rows [ms] plus what it is usually short by, fitted to the warm-up and to every batch since.
 
-    The warm-up's points never fade: where only one size is ever run, they keep a and b apart.
+    The warm-up's points never fade: where only one size is ever run, they keep a and b apart. They are scaled by what
+    batches take against them: robots may send smaller images than the warm-up had, or its host was busy.
 
     :param measured: (rows, ms) of the warm-up.
     :raises EngineError: nothing was measured.
@@ -31,8 +33,10 @@ class LatencyModel:
         for rows, ms in points:
             self._prior.add(rows, ms)
         self._seen = _Sums()
+        self._seen_prior_ms = 0.0  # what the warm-up alone predicts for all that was seen, fading like it
         self._short = deque[float](maxlen=_RESIDUALS)
         self._fit()
+        self._warm_up = self.a, self.b
 
     def predict_ms(self, rows: int) -> float:
         """What a batch of so many rows will take, with 95 % confidence once 64 were seen."""
@@ -45,10 +49,22 @@ class LatencyModel:
         self._short.append(ms - expected)
         self._seen.fade(_MEMORY)
         self._seen.add(rows, ms)
+        a, b = self._warm_up
+        self._seen_prior_ms = _MEMORY * self._seen_prior_ms + max(0.0, a + b * rows)
+        self._fit()
+
+    def doubt(self) -> None:
+        """What was seen may not hold any more: what comes next counts the more."""
+        self._seen.fade(_DOUBT)
+        self._seen_prior_ms *= _DOUBT
+        for _ in range(len(self._short) // 2):
+            self._short.popleft()
         self._fit()
 
     def _fit(self) -> None:
-        sums = self._prior.plus(self._seen)
+        measured_ms = self._prior.ms + self._seen_prior_ms
+        scale = (self._prior.ms + self._seen.ms) / measured_ms if measured_ms else 1.0
+        sums = self._prior.scaled(scale).plus(self._seen)
         spread = sums.n * sums.rows2 - sums.rows**2
         b = (sums.n * sums.product - sums.rows * sums.ms) / spread if spread > 1e-9 * sums.rows2 else 0.0
         self.b = max(0.0, b)
@@ -75,6 +91,13 @@ class _Sums:
     def fade(self, factor: float) -> None:
         for name in _Sums.__slots__:
             setattr(self, name, factor * getattr(self, name))
+
+    def scaled(self, factor: float) -> _Sums:
+        """The same with every duration times ``factor``."""
+        sums = _Sums()
+        for name in _Sums.__slots__:
+            setattr(sums, name, getattr(self, name) * (factor if name in ("ms", "product") else 1.0))
+        return sums
 
     def plus(self, other: _Sums) -> _Sums:
         total = _Sums()

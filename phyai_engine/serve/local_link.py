@@ -72,8 +72,8 @@ class LocalLink(Link):
 
     def _open(self, context: Context) -> None:
         self._socket = socket = context.socket(zmq.DEALER)
-        prepare(socket)
         self._host = host = self._make_host(context)
+        prepare(socket, host.endpoint)
         socket.connect(host.endpoint)
         self._poller.register(socket, zmq.POLLIN)
         if (ended := host.fileno()) >= 0:

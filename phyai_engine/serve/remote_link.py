@@ -68,7 +68,8 @@ _EVENTS |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_D
 class RemoteEngine:
     """A model on a server.
 
-    :param endpoint: tcp://HOST:PORT or ipc://PATH. :param model: its name there.
+    :param endpoint: tcp://HOST:PORT (of a name its IPv4 address), tcp://[IPV6]:PORT or ipc://PATH.
+    :param model: its name there.
     :param robot_id: of this robot among all of the fleet; empty: the robot file's.
     :param keys: needed beyond this host. :param jpeg_quality: 1..95 sends images as JPEG, 0 as they are.
     :raises ConfigError: an address on another host without keys.
@@ -135,7 +136,7 @@ class RemoteLink(Link):
         assert self._context is not None  # opened
         self._by_s = now_s + _HANDSHAKE_S
         self._socket = socket = self._context.socket(zmq.DEALER)
-        prepare(socket)
+        prepare(socket, self._remote.endpoint)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that does not stand
         socket.setsockopt(zmq.RECONNECT_IVL, -1)  # we do that: with jitter, a new hello and nothing left over
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1e3))

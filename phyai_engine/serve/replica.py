@@ -61,7 +61,7 @@ class Replica:
         environment = None if device is None else child_environment(CUDA_VISIBLE_DEVICES=str(device))
         self.host = ProcessHost(threads=threads, environment=environment)
         self.socket = context.socket(zmq.DEALER)
-        prepare(self.socket)
+        prepare(self.socket, self.host.endpoint)
         self.socket.connect(self.host.endpoint)
         self._connected = False
         self.send(hello)

@@ -139,7 +139,7 @@ def server_status(
     :raises EngineTimeoutError: it does not answer.
     """
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        prepare(socket)
+        prepare(socket, endpoint)
         if keys is not None:
             secure_client(socket, keys)
         socket.connect(endpoint)

@@ -45,8 +45,9 @@ class ServedModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server.
 
-    :param endpoint: to bind: tcp://HOST:PORT or ipc://PATH. :param keys: folder of `phyai keygen`; needed beyond this
-        host. :param models: name -> model; a robot asks for one by its name.
+    :param endpoint: to bind: tcp://HOST:PORT, tcp://[IPV6]:PORT ([::] takes IPv4 as well) or ipc://PATH.
+    :param keys: folder of `phyai keygen`; needed beyond this host. :param models: name -> model; a robot asks for one
+        by its name.
     :param limits: of each robot. :param sessions_max: robots at a time. :param expiry_s: silence that ends a session.
     :param heartbeat_s: between two signs of life to each robot.
     :param return_ms: of each budget, kept for the way back to the robot.

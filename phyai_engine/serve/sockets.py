@@ -14,8 +14,11 @@ from phyai_engine.serve.protocol import MAX_FRAME_BYTES, MAX_FRAMES
 _BURST = 64  # messages; a sound peer has a handful on the way
 
 
-def prepare(socket: zmq.Socket[bytes]) -> None:
-    """Options of every engine socket."""
+def prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Options of every engine socket, before it binds or connects to ``endpoint``."""
+    # Only for an address that is IPv6 itself: libzmq would then take a host name's IPv6 address first, where a server
+    # bound to 0.0.0.0 does not listen.
+    socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
     socket.setsockopt(zmq.LINGER, 0)  # closing never waits for a peer
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # checked by libzmq before it allocates a frame
     # No high-water mark: a ROUTER drops silently at it, and what queues for a stalled peer is only heartbeats

@@ -84,7 +84,7 @@ def serve(
     own = zmq.Context() if context is None else context
     try:
         with own.socket(zmq.ROUTER) as socket, contextlib.closing(Wake()) as wake:
-            prepare(socket)
+            prepare(socket, endpoint)
             socket.bind(endpoint)
             return _Worker(socket, wake, load or load_policy_lazily, threads).run()
     finally:

@@ -123,6 +123,7 @@ def test_as_fast_as_possible_measures_latency_without_waiting(run: Callable[...,
     for row in accepted:
         stages = row.l_observe_s + row.l_transfer_s + row.l_queue_s + row.l_inference_s + row.l_actuate_s
         assert stages == pytest.approx(row.l_critical_s, abs=2e-6)
+        assert row.l_serialise_s + row.l_network_s == pytest.approx(row.l_transfer_s, abs=2e-6)
     assert record.first_inference_s >= 0.015
     assert record.chunk_hash
 

@@ -157,12 +157,15 @@ def test_timing_row_copies_a_message() -> None:
         l_inference_s: float = 0.25
 
         def __getattr__(self, name: str) -> float:
+            if name == "l_network_s":
+                raise AttributeError("a recording from before there was such a field")
             return 4 if name.endswith("_steps") else NAN
 
     row = TimingRow.of(1.5, Message(), outcome="refused", refusal="stale")
     assert (row.t_s, row.epoch, row.chunk_id, row.outcome, row.refusal) == (1.5, 3, 8, "refused", "stale")
     assert (row.l_inference_s, row.delay_steps, row.text) == (0.25, 4, "too old")
     assert math.isnan(row.m_ctrl_s)
+    assert math.isnan(row.l_network_s)
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------

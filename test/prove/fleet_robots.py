@@ -20,16 +20,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
+from PIL import Image
 
 from phyai_engine.config import load_robot, resolve
 from phyai_engine.serve import protocol as wire
 from phyai_engine.serve.sockets import prepare
 from phyai_engine.serve.streams import SentStreams
-from phyai_engine.types import Observation, Request
+from phyai_engine.types import U8, Observation, Request
 
 WAIT_S = 20.0
 OUTCOMES = ("lost", "answered", "overloaded", "replaced", "other")
-FIELDS = ("robot", "asked_ns", "answered_ns", "outcome", "queue_ms", "inference_ms", "rows")
+STAGES = ("serialise_ms", "queue_ms", "batch_ms", "inference_ms", "device_ms")
+FIELDS = ("robot", "asked_ns", "answered_ns", "outcome", "rows", *STAGES)
 
 
 @dataclass(eq=False)
@@ -38,14 +40,24 @@ class Robot:
 
     index: int
     socket: Any
-    streams: SentStreams = field(default_factory=SentStreams)
+    streams: SentStreams
     chunk_id: int = 0
     asked: dict[int, int] = field(default_factory=dict)  # chunk_id -> row of the log
     spoke_s: float = 0.0
 
 
+def picture(rng: np.random.Generator, size: int) -> U8:
+    """[size, size, 3]: soft shapes and a camera's noise, so that JPEG takes what it takes of real frames."""
+    soft = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).resize((size, size), Image.Resampling.BICUBIC)
+    noisy = np.asarray(soft, np.int16) + rng.integers(-4, 5, (size, size, 3))
+    return np.clip(noisy, 0, 255).astype(np.uint8)
+
+
 class Robots:
-    """The robots of this process; ``log`` has a row per request, as FIELDS."""
+    """The robots of this process; ``log`` has a row per request, as FIELDS.
+
+    Times are of :class:`phyai_engine.types.StageTimings`; ``device_ms`` is its prefix and steps, of the whole batch.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -56,22 +68,19 @@ class Robots:
         self.robots = [self._connect(options.first + index) for index in range(options.robots)]
         self.by_socket = {robot.socket: robot for robot in self.robots}
         rng = np.random.default_rng(options.first)
-        size = (options.size, options.size, 3)
-        self.frames = [
-            {camera.name: rng.integers(0, 256, size, np.uint8) for camera in self.config.cameras} for _ in range(4)
-        ]
+        self.frames = [{camera.name: picture(rng, options.size) for camera in self.config.cameras} for _ in range(4)]
         self.state = np.zeros(len(self.config.state))
 
     def _connect(self, index: int) -> Robot:
         socket = self.context.socket(zmq.DEALER)
-        prepare(socket)
+        prepare(socket, self.options.endpoint)
         socket.connect(self.options.endpoint)
         self.poller.register(socket, zmq.POLLIN)
         hello = wire.Hello(
             robot=msgspec.to_builtins(self.config), robot_id=f"robot {index}", model=self.options.model, instance=index
         )
         socket.send_multipart(wire.encode(hello))
-        return Robot(index, socket)
+        return Robot(index, socket, SentStreams(self.options.jpeg_quality))
 
     def await_sessions(self) -> None:
         """Every robot is let in."""
@@ -123,9 +132,11 @@ class Robots:
         images = self.frames[robot.chunk_id % len(self.frames)]
         seen = Observation(images, self.state, self.state, "pick it up", 0, 0, now_ns, now_ns)
         request = Request(1, robot.chunk_id, seen, None, robot.chunk_id, self.options.deadline_ms)
+        frames = wire.encode(*robot.streams.to_wire(request))
+        encode_ms = (time.monotonic_ns() - now_ns) / 1e6
         robot.asked[robot.chunk_id] = len(self.log)
-        self.log.append([robot.index, now_ns, 0, 0, np.nan, np.nan, 0])
-        robot.socket.send_multipart(wire.encode(*robot.streams.to_wire(request)))
+        self.log.append([robot.index, now_ns, 0, 0, 0, encode_ms, *[np.nan] * (len(STAGES) - 1)])
+        robot.socket.send_multipart(frames)
         robot.spoke_s = now_ns / 1e9
 
     def _receive(self, timeout_ms: int) -> Sequence[Robot]:
@@ -138,23 +149,27 @@ class Robots:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
+                began_ns = time.monotonic_ns()
                 message, _ = wire.decode(frames)
-                if isinstance(message, (wire.Reply, wire.ErrorReply)) and self._settle(robot, message):
+                if isinstance(message, (wire.Reply, wire.ErrorReply)) and self._settle(robot, message, began_ns):
                     settled.append(robot)
                 if isinstance(message, wire.Heartbeat) and time.monotonic() - robot.spoke_s > 0.5:
                     socket.send_multipart(wire.encode(wire.Alive()))
                     robot.spoke_s = time.monotonic()
         return settled
 
-    def _settle(self, robot: Robot, message: wire.Reply | wire.ErrorReply) -> bool:
+    def _settle(self, robot: Robot, message: wire.Reply | wire.ErrorReply, began_ns: int) -> bool:
         row = robot.asked.pop(message.chunk_id, None)
         if row is None:
             return False
         entry = self.log[row]
         entry[2] = time.monotonic_ns()
         if isinstance(message, wire.Reply):
+            t = message.timings
+            serialise_ms = entry[FIELDS.index("serialise_ms")] + (entry[2] - began_ns) / 1e6
             rows = 0 if message.load is None else message.load.rows
-            entry[3:] = [1, message.timings.queue_ms, message.timings.inference_ms, rows]
+            stages = [serialise_ms, t.queue_ms, t.batch_ms, t.inference_ms, t.prefix_ms + t.denoise_ms]
+            entry[3:] = [OUTCOMES.index("answered"), rows, *stages]
         else:
             entry[3] = OUTCOMES.index(message.reason) if message.reason in OUTCOMES else len(OUTCOMES) - 1
         return True
@@ -180,6 +195,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0, help="closed loop, so many in all")
     parser.add_argument("--deadline-ms", type=float, default=100.0)
     parser.add_argument("--size", type=int, default=224, help="of square images")
+    parser.add_argument("--jpeg-quality", type=int, default=0, help="of images; 0: raw")
     parser.add_argument("--start-ns", type=int, default=0, help="monotonic; 0: now")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
@@ -188,9 +204,11 @@ def main() -> None:
     print("ready", flush=True)
     if not options.start_ns:
         options.start_ns = int(input())  # monotonic, from who started us
+    began_s = time.process_time()
     robots.run_closed() if options.requests else robots.run()
     np.savez(options.out, log=np.array(robots.log, dtype=np.float64))
     robots.close()
+    print(f"used {time.process_time() - began_s}", flush=True)
 
 
 if __name__ == "__main__":

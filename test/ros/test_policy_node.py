@@ -70,6 +70,7 @@ def test_timing_terms_add_up_and_margins_are_published(make_rig: Make) -> None:
     assert 0.05 <= timing.l_inference_s < 0.5
     terms = timing.l_observe_s + timing.l_transfer_s + timing.l_queue_s + timing.l_inference_s + timing.l_actuate_s
     assert timing.l_critical_s == pytest.approx(terms, abs=5e-3)
+    assert timing.l_serialise_s + timing.l_network_s == pytest.approx(timing.l_transfer_s, abs=1e-6)
     elapsed = timing.l_critical_s - timing.l_observe_s
     assert timing.m_cond_s == pytest.approx(timing.delay_predicted_steps * rig.robot.dt_s - elapsed, abs=0.02)
     assert np.isfinite([timing.m_ctrl_s, timing.m_exhaust_s, timing.jump, timing.l_env_s]).all()

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 
-from proxy import Proxy
+from proxy import Faults, Proxy
 from scripted_server import ScriptedServer, engine_hello
 
 from phyai_engine.config import load_robot, resolve
@@ -31,7 +31,9 @@ def answer(server: ScriptedServer, peer: bytes, request: Request) -> None:
     """Stay where the robot is."""
     here = request.observation.state[list(ARM.state_index())]
     message = wire.Reply(
-        epoch=request.epoch, chunk_id=request.chunk_id, timings=StageTimings(queue_ms=0.0, inference_ms=1.0)
+        epoch=request.epoch,
+        chunk_id=request.chunk_id,
+        timings=StageTimings(queue_ms=0.5, batch_ms=0.25, inference_ms=1.0),
     )
     server.send(peer, message, {"actions": np.tile(here, (HORIZON, 1))})
 
@@ -83,6 +85,16 @@ def test_it_moves_and_says_how_it_is_connected(rig: Any, far: Far) -> None:
     rig.until(lambda: "p99" in notes().get("engine_network_ms", ""))
     assert notes()["engine_connection"] == f"connected to {far.proxy.endpoint}"
     assert "p99" in notes()["engine_serialise_ms"]
+    assert "p99" in notes()["engine_queue_ms"]
+
+
+def test_the_time_on_the_network_is_told_from_the_rest(rig: Any, far: Far) -> None:
+    far.proxy.faults = Faults(delay_s=0.03)
+    rig.until(lambda: rig.timings[-1].l_network_s > 0.055)  # both ways
+    timing = rig.timings[-1]
+    assert 0.0 < timing.l_serialise_s < 0.05
+    assert timing.l_serialise_s + timing.l_network_s == pytest.approx(timing.l_transfer_s, abs=1e-6)
+    assert 0.0 <= timing.l_batch_s <= timing.l_queue_s
 
 
 def test_a_short_loss_holds_and_goes_on_by_itself(rig: Any, far: Far) -> None:

@@ -98,6 +98,17 @@ def test_a_free_replica_waits_for_the_window_but_not_past_a_deadline() -> None:
     assert len(full.take(0, 0)[0]) == 8
 
 
+def test_waiting_for_more_rows_is_told_from_waiting_for_a_replica() -> None:
+    batcher = _batcher(window_ms=10.0)
+    batcher.offer(_ask(1, 100.0), 0)
+    (first,), _ = batcher.take(0, 10 * MS)
+    assert (first.started_ns, first.batch_ns) == (10 * MS, 10 * MS)  # the replica was free all the time
+    batcher.offer(_ask(2, 200.0, now_ms=15.0), 15 * MS)
+    batcher.finished(0, 32 * MS)
+    (second,), _ = batcher.take(0, 36 * MS)
+    assert (second.started_ns, second.batch_ns) == (36 * MS, 4 * MS)  # from when it was free
+
+
 def test_what_became_hopeless_while_the_replica_stalled_is_refused() -> None:
     batcher = _batcher()
     batcher.offer(_ask(1, 100.0), 0)
@@ -172,6 +183,24 @@ def test_one_size_alone_keeps_the_slope() -> None:
     latency = LatencyModel([(1, 10.0)])
     latency.observe(1, 10.0)
     assert latency.predict_ms(8) == pytest.approx(10.0)  # nothing is known of other sizes
+
+
+def test_a_warm_up_with_larger_images_is_not_believed_of_sizes_never_seen() -> None:
+    latency = LatencyModel([(n, 18.5 + 14.5 * (n - 1)) for n in BUCKETS])  # 120 ms for 8, where 84 is true
+    for i in range(100):
+        latency.observe(1 + i % 2, 14.0 + 10.0 * (i % 2))
+    assert latency.predict_ms(8) == pytest.approx(84.0, rel=0.15)
+
+
+def test_a_stall_does_not_close_the_server_for_ever(fleet_model: ModuleType) -> None:
+    latency = _latency()
+    for _ in range(64):
+        latency.observe(1, 500.0)
+    assert latency.predict_ms(1) > 100.0  # more than anybody has: nothing would run, and nothing be learnt
+    outcome = fleet_model.run_fleet(_batcher(2.0, 0, latency), robots=8, seconds=30)
+    first_s = 64 / (8 * 5.0)
+    assert outcome.miss_rate < first_s / 30 * 1.5
+    assert outcome.late <= 16
 
 
 @pytest.mark.parametrize("together", [False, True])

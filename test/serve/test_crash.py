@@ -167,8 +167,9 @@ def test_torch_in_the_process_gets_its_thread_count(open_session: Any, make_requ
 def test_what_a_peer_sends_is_bounded_in_memory_and_in_time(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.DEALER) as peer, context.socket(zmq.ROUTER) as socket:
-        prepare(socket)
-        socket.bind(f"ipc://{tmp_path}/s")
+        endpoint = f"ipc://{tmp_path}/s"
+        prepare(socket, endpoint)
+        socket.bind(endpoint)
         peer.linger, peer.sndhwm = 0, 1
         peer.connect(f"ipc://{tmp_path}/s")
         sent, until = 0, time.monotonic() + 0.5

@@ -1,11 +1,12 @@
 """`phyai serve` over real sockets, from processes apart: the same chunks as a child process, and what it makes of bad
-input. PROTOCOL.md states each outcome.
+input. PROTOCOL.md states each outcome. Between robot and server is always a network that delays, and by chance.
 
 After every bad case a sound robot, connected from the beginning, still gets its chunks, and the server has not grown.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import socket as stdlib_socket
@@ -25,10 +26,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from proxy import Faults, Proxy
 from served import ROOT, RawRobot, Served
 
 from phyai_engine.config import load_model, load_robot, resolve
-from phyai_engine.errors import EngineRefusedError, EngineTimeoutError, ProtocolError
+from phyai_engine.errors import EngineRefusedError, EngineTimeoutError, ProtocolError, RefusalError
 from phyai_engine.serve import keys
 from phyai_engine.serve import protocol as wire
 from phyai_engine.serve.client import Answered, EngineClient
@@ -40,6 +42,7 @@ from phyai_engine.types import Committed, Observation, Request, StageTimings
 ARM = load_robot(resolve("robots", "arm7"))
 FRAMES = {camera.name: np.zeros((24, 32, 3), np.uint8) for camera in ARM.cameras}
 MIB = 1 << 20
+USUAL = Faults(delay_s=0.0005, jitter_s=0.002)
 
 
 def at_rest() -> np.ndarray[Any, Any]:
@@ -60,24 +63,41 @@ def hello(robot_id: str, **changes: Any) -> wire.Hello:
     return wire.Hello(**{**given, **changes})
 
 
-def policy(server: Served, robot_id: str, **remote: Any) -> RemotePolicy:
-    engine = RemoteEngine(endpoint=server.endpoint, model="m", robot_id=robot_id, **remote)
-    return RemotePolicy(ARM, engine, start_timeout_s=20.0, heartbeat_timeout_s=1.0)
+def policy(network: Proxy, robot_id: str, start_timeout_s: float = 20.0, **remote: Any) -> RemotePolicy:
+    engine = RemoteEngine(endpoint=network.endpoint, model="m", robot_id=robot_id, **remote)
+    return RemotePolicy(ARM, engine, start_timeout_s=start_timeout_s, heartbeat_timeout_s=1.0)
+
+
+@contextlib.contextmanager
+def reached(server: Served) -> Iterator[Proxy]:
+    """The network to a server."""
+    network = Proxy(server.port, USUAL)
+    try:
+        yield network
+    finally:
+        network.close()
 
 
 @pytest.fixture(scope="module")
-def sound(server: Served) -> Iterator[RemotePolicy]:
+def network(server: Served) -> Iterator[Proxy]:
+    """To the server that the tests share."""
+    with reached(server) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def sound(network: Proxy) -> Iterator[RemotePolicy]:
     """A robot that was there before."""
-    with policy(server, "sound") as robot:
+    with policy(network, "sound") as robot:
         robot.infer(FRAMES, at_rest(), "go")
         yield robot
 
 
 @pytest.fixture
-def robot(server: Served, sound: RemotePolicy) -> Iterator[RawRobot]:
+def robot(server: Served, network: Proxy, sound: RemotePolicy) -> Iterator[RawRobot]:
     """Anybody, without a session yet; afterwards the sound one is asked, and the server is weighed."""
     before = server.rss_bytes()
-    raw = RawRobot(server.endpoint)
+    raw = RawRobot(network.endpoint)
     yield raw
     raw.close()
     assert sound.infer(FRAMES, at_rest(), "go").chunk.actions.shape == (16, len(ARM.actions))
@@ -139,10 +159,10 @@ def test_what_is_no_message_at_all(greeted: RawRobot) -> None:
         refused(greeted)
 
 
-def test_a_length_field_of_a_gigabyte(server: Served, robot: RawRobot) -> None:
+def test_a_length_field_of_a_gigabyte(server: Served, network: Proxy, robot: RawRobot) -> None:
     greeting = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\0" + b"NULL".ljust(20, b"\0") + b"\0" + b"\0" * 31
     ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
-    with stdlib_socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as raw:
+    with stdlib_socket.create_connection(("127.0.0.1", network.port), timeout=5.0) as raw:
         raw.sendall(greeting)
         raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
         before = server.rss_bytes()
@@ -153,8 +173,8 @@ def test_a_length_field_of_a_gigabyte(server: Served, robot: RawRobot) -> None:
     assert server.rss_bytes() - before < 32 * MIB
 
 
-def test_half_a_message_and_silence(server: Served, robot: RawRobot) -> None:
-    with stdlib_socket.create_connection(("127.0.0.1", server.port)) as raw:
+def test_half_a_message_and_silence(network: Proxy, robot: RawRobot) -> None:
+    with stdlib_socket.create_connection(("127.0.0.1", network.port)) as raw:
         raw.sendall(b"\xff" + b"\0" * 8)
         time.sleep(0.2)
 
@@ -176,7 +196,7 @@ def test_object_and_foreign_arrays(greeted: RawRobot) -> None:
         refused(greeted, "schema")
 
 
-def test_big_endian_arrays_arrive_as_what_they_are(server: Served, sound: RemotePolicy) -> None:
+def test_big_endian_arrays_arrive_as_what_they_are(sound: RemotePolicy) -> None:
     native = sound.infer(FRAMES, at_rest(), "go", seed=7).chunk.actions
     swapped = sound.infer(FRAMES, at_rest().astype(">f8"), "go", seed=7).chunk.actions
     np.testing.assert_array_equal(native, swapped)
@@ -261,22 +281,17 @@ def test_a_hello_that_does_not_fit(robot: RawRobot, changes: dict[str, Any], wor
     assert words in reply.reason
 
 
-def test_two_robots_with_one_id(server: Served, greeted: RawRobot) -> None:
-    with pytest.raises(EngineTimeoutError, match="two robots have one id"), policy_for(server, "raw", 0.8):
+def test_two_robots_with_one_id(network: Proxy, greeted: RawRobot) -> None:
+    with pytest.raises(EngineTimeoutError, match="two robots have one id"), policy(network, "raw", 0.8):
         pass
     greeted.send(*request_to_wire(request(1)))
     assert isinstance(greeted.next(), wire.Reply)  # the first is not disturbed
     greeted.send(wire.Goodbye())
-    with policy_for(server, "raw", 20.0) as other:
+    with policy(network, "raw") as other:
         assert other.infer(FRAMES, at_rest()).chunk.actions.size
 
 
-def policy_for(server: Served, robot_id: str, start_timeout_s: float) -> RemotePolicy:
-    engine = RemoteEngine(endpoint=server.endpoint, model="m", robot_id=robot_id)
-    return RemotePolicy(ARM, engine, start_timeout_s=start_timeout_s)
-
-
-def test_a_robot_that_floods_is_slowed_and_nobody_else(server: Served, sound: RemotePolicy, greeted: RawRobot) -> None:
+def test_a_robot_that_floods_is_slowed_and_nobody_else(sound: RemotePolicy, greeted: RawRobot) -> None:
     for _ in range(2000):
         greeted.send(wire.Alive())
     began = time.monotonic()
@@ -286,13 +301,13 @@ def test_a_robot_that_floods_is_slowed_and_nobody_else(server: Served, sound: Re
     assert len(errors) < 2000
 
 
-def test_a_server_and_a_child_process_give_the_same_chunks(server: Served) -> None:
+def test_a_server_and_a_child_process_give_the_same_chunks(server: Served, network: Proxy) -> None:
     """Byte for byte, also where the chunk continues committed steps; make prove-remote has a model with weights."""
     signal_ = threading.Event()
     near = EngineClient(ARM, load_model(server.model_file), "process", on_event=signal_.set, warm_up_count=1)
     near.start()
     try:
-        with policy(server, "same") as far:
+        with policy(network, "same") as far:
             before: Any = None
             for i in range(1, 9):
                 committed = None if before is None or i % 2 else Committed(before[3:], 2, 8)
@@ -310,6 +325,39 @@ def test_a_server_and_a_child_process_give_the_same_chunks(server: Served) -> No
         near.stop()
 
 
+def test_a_bad_network_costs_time_and_nothing_else(server: Served) -> None:
+    with reached(server) as network, policy(network, "far") as robot:
+        wanted = robot.infer(FRAMES, at_rest(), "go", seed=9).chunk.actions
+        for faults in (Faults(delay_s=0.02, jitter_s=0.02), Faults(loss=0.2, retransmit_s=0.01)):
+            network.faults = faults
+            for _ in range(4):
+                answer = robot.infer(FRAMES, at_rest(), "go", seed=9)
+                np.testing.assert_array_equal(answer.chunk.actions, wanted)
+                assert answer.chunk.timings.network_ms > 1e3 * faults.delay_s
+        network.faults = USUAL
+        network.cut()
+        mended = threading.Timer(0.5, network.mend)
+        mended.start()
+        with pytest.raises(RefusalError, match="exhausted: the answer came, got after"):  # a chunk lasts 320 ms
+            robot.infer(FRAMES, at_rest(), "go", seed=9)
+        mended.join()
+        np.testing.assert_array_equal(robot.infer(FRAMES, at_rest(), "go", seed=9).chunk.actions, wanted)
+        network.cut()
+        robot._client.submit(request(50_000, epoch=robot._epoch))
+        time.sleep(0.1)
+        network.reset()
+        network.mend()
+        while not (events := robot._client.poll()):
+            time.sleep(0.005)
+        assert "lost" in str(events[0].error)  # type: ignore[union-attr]
+        until_s = time.monotonic() + 5.0
+        while not robot._client.alive:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        robot._chunk_id = 60_000
+        np.testing.assert_array_equal(robot.infer(FRAMES, at_rest(), "go", seed=9).chunk.actions, wanted)
+
+
 _DEAF = """
 import sys; sys.path[:0] = [{root!r}, {here!r}]
 from test_served import RawRobot, hello, request, request_to_wire
@@ -325,8 +373,8 @@ while True:  # it asks, and never reads
 """
 
 
-def test_a_robot_that_stops_reading(server: Served, sound: RemotePolicy) -> None:
-    script = _DEAF.format(root=str(ROOT), here=str(Path(__file__).parent), endpoint=server.endpoint)
+def test_a_robot_that_stops_reading(server: Served, network: Proxy, sound: RemotePolicy) -> None:
+    script = _DEAF.format(root=str(ROOT), here=str(Path(__file__).parent), endpoint=network.endpoint)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as deaf:
         try:
             assert deaf.stdout is not None
@@ -345,9 +393,9 @@ def test_a_robot_that_stops_reading(server: Served, sound: RemotePolicy) -> None
 
 
 def test_a_server_killed_in_the_middle_of_a_chunk_and_one_told_to_end(tmp_path: Path) -> None:
-    server = Served(tmp_path, {"latency_ms": 200.0}, served={"buckets": [1]})
+    server = Served(tmp_path, {"latency_ms": 200.0, "horizon": 64}, served={"buckets": [1]})
     try:
-        with policy(server, "r1") as robot:
+        with reached(server) as network, policy(network, "r1") as robot:
             first = robot.infer(FRAMES, at_rest(), seed=3).chunk.actions
             epoch = robot._epoch
             robot._client.submit(replace(request(10_000, epoch=epoch), seed=3))
@@ -372,8 +420,7 @@ def test_a_server_killed_in_the_middle_of_a_chunk_and_one_told_to_end(tmp_path: 
             robot._client.submit(request(30_000, epoch=epoch))
             time.sleep(0.1)
             assert server.terminate() == 0  # after what was under way
-            (event,) = robot._client.poll()
-            assert isinstance(event, Answered)
+            assert [type(event) for event in robot._client.poll()][:1] == [Answered]  # perhaps that it is gone, too
     finally:
         server.close()
 
@@ -391,7 +438,7 @@ time.time_ns = lambda: _time_ns() + next(_leap) * 10**9
 def test_clock_steps_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Served(tmp_path, before=f"exec({_LEAP!r})", expiry_s=0.8, served={"buckets": [1]})
     try:
-        with policy(server, "r1") as robot:
+        with reached(server) as network, policy(network, "r1") as robot:
             for offset_s in (0.0, 3600.0, -3600.0, 86400.0):
                 monkeypatch.setattr(time, "time", lambda o=offset_s: 1.7e9 + o)
                 monkeypatch.setattr(time, "time_ns", lambda o=offset_s: int((1.7e9 + o) * 1e9))
@@ -411,22 +458,27 @@ def test_keys_decide_who_a_robot_is(tmp_path: Path) -> None:
     keys.make_pair(folder, "server")
     keys.add_robot(folder, "r1", keys.make_pair(tmp_path / "robot", "r1"))
     pair = keys.robot_keys(tmp_path / "robot" / "r1.key_secret", folder / "server.key")
+    keys.make_pair(tmp_path / "stranger", "r3")  # which nobody added
+    stranger = keys.robot_keys(tmp_path / "stranger" / "r3.key_secret", folder / "server.key")
     server = Served(tmp_path, keys=str(folder), expiry_s=0.8, served={"buckets": [1]})
     try:
-        with pytest.raises(EngineRefusedError, match="not that of its key"), policy(server, "r2", keys=pair):
-            pass
-        with pytest.raises(EngineTimeoutError, match=r"another key|only one of"), policy_for(server, "r1", 0.5):
-            pass
-        with policy(server, "r1", keys=pair) as robot:
-            assert robot.infer(FRAMES, at_rest()).chunk.actions.size
-            keys.revoke_robot(folder, "r1")
-            time.sleep(1.0)
-            with pytest.raises(ProtocolError, match="key is not on the list any more"):
-                robot.infer(FRAMES, at_rest(), deadline_s=2.0)
-            deadline = time.monotonic() + 5.0
-            while robot._client.alive:  # its session is over: a robot's node stops by its heartbeat's limit
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        with reached(server) as network:
+            with pytest.raises(EngineRefusedError, match="not that of its key"), policy(network, "r2", keys=pair):
+                pass
+            with pytest.raises(EngineTimeoutError, match=r"another key|only one of"), policy(network, "r1", 0.5):
+                pass
+            with pytest.raises(EngineTimeoutError, match="robots add"), policy(network, "r3", 0.5, keys=stranger):
+                pass
+            with policy(network, "r1", keys=pair) as robot:
+                assert robot.infer(FRAMES, at_rest()).chunk.actions.size
+                keys.revoke_robot(folder, "r1")
+                time.sleep(1.0)
+                with pytest.raises(ProtocolError, match="key is not on the list any more"):
+                    robot.infer(FRAMES, at_rest(), deadline_s=2.0)
+                deadline = time.monotonic() + 5.0
+                while robot._client.alive:  # its session is over: a robot's node stops by its heartbeat's limit
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
         assert pair.secret.decode() not in server.log()
         assert pair.public not in server.log()
     finally:

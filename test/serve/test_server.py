@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 import threading
 import time
 import urllib.request
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -26,6 +28,8 @@ from phyai_engine.config import RobotConfig
 from phyai_engine.errors import ConfigError, EngineError, EngineTimeoutError, PhyaiError
 from phyai_engine.serve import protocol as wire
 from phyai_engine.serve.host import ProcessHost
+from phyai_engine.serve.remote_link import RemoteEngine
+from phyai_engine.serve.remote_policy import RemotePolicy
 from phyai_engine.serve.server import Server, server_status
 from phyai_engine.serve.server_config import ServerConfig, load_server
 from phyai_engine.serve.streams import SentStreams, request_to_wire
@@ -223,8 +227,10 @@ def test_requests_of_many_robots_run_in_one_batch(common: Running, make_request:
     time.sleep(0.1)
     for each in robots[1:]:
         each.send(make_request(1, 1, images=False), remaining_ms=5000.0)
-    rows = [each.next().load.rows for each in robots]
-    assert rows == [1, 4, 4, 4, 4]
+    replies = [each.next() for each in robots]
+    assert [reply.load.rows for reply in replies] == [1, 4, 4, 4, 4]
+    for timings in (reply.timings for reply in replies[1:]):  # they waited for the replica, not for one another
+        assert 0.0 <= timings.batch_ms < 50.0 < timings.queue_ms
 
 
 @pytest.mark.parametrize(
@@ -540,6 +546,19 @@ def test_a_public_address_needs_keys() -> None:
     config = msgspec.structs.replace(load_server("local"), endpoint="tcp://0.0.0.0:5599")
     with pytest.raises(ConfigError, match="no keys"):
         Server(config)
+
+
+def test_ipv6(serve: Open, robot: RobotConfig, unused_port: int) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"this host has no IPv6 loopback: {error}")
+    endpoint = f"tcp://[::1]:{unused_port}"
+    assert serve(endpoint=endpoint).status()["robots"] == "none"
+    with RemotePolicy(robot, RemoteEngine(endpoint=endpoint, model="m"), start_timeout_s=WAIT_S) as policy:
+        images = {camera.name: np.zeros((8, 8, 3), np.uint8) for camera in robot.cameras}
+        assert policy.infer(images, np.zeros(len(robot.state)), deadline_s=WAIT_S).chunk.actions.size
 
 
 def test_a_silent_server_is_said() -> None:
