@@ -369,7 +369,10 @@ def sweep(
     prices: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Default: config/prices.yaml, whose numbers are placeholders.")
     ] = None,
-    success: Annotated[Path | None, typer.Option(metavar="FILE", help="Success rates of an evaluation.")] = None,
+    success: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]EVAL", help="A folder of `phyai eval`, or a file of rates. Repeat."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="OUT.json", help="Also write every figure.")
     ] = None,
@@ -389,7 +392,7 @@ def sweep(
             eps=eps,
             budget=budget,
             prices=prices,
-            success=success,
+            success=success or [],
             out=out,
         )
     raise typer.Exit(code)
