@@ -72,7 +72,7 @@ def evaluate(options: EvalOptions, progress: Console) -> Summary:
     """Everything but the printing. :param progress: where to say what goes on."""
     robot = load_robot(resolve("robots", options.robot))
     manifest = chosen(options.manifest, options.tasks, options.episodes, options.seed)
-    config = model_config(options)
+    config = model_config(options.model, options.condition, options.device)
     progress.print(f"loading {options.model} …", highlight=False)
     policy = load_policy(robot, config, batches=BUCKETS)
     device = device_of(policy.runner.model)
@@ -82,7 +82,7 @@ def evaluate(options: EvalOptions, progress: Console) -> Summary:
         PolicyFacts(policy.spec.horizon, policy.runner.guidance.max_delay),
         options.condition,
         options.out / "films" if options.films else None,
-        _filmed(manifest, options.films),
+        filmed(manifest, options.films),
     )
     folder = RunFolder(options.out, _run(options, robot, config, policy, manifest, batch), manifest)
     waiting = folder.waiting()
@@ -115,12 +115,12 @@ def conclude(out: Path) -> Summary:
     return summary
 
 
-def model_config(options: EvalOptions) -> ModelConfig:
-    """The model with what the condition changes.
+def model_config(model: str, condition: Condition, device: str = "auto") -> ModelConfig:
+    """The model with what the condition changes. :param device: ``auto``: as the model file says.
 
     :raises ConfigError: no such model, or it cannot be changed so.
     """
-    config, condition = model_from(options.model), options.condition
+    config = model_from(model)
     changed: dict[str, Any] = {}
     if condition.guidance:
         try:
@@ -130,13 +130,14 @@ def model_config(options: EvalOptions) -> ModelConfig:
             raise ConfigError(str(error), where="guidance") from None
     if condition.dtype:
         changed["options"] = {**config.options, "dtype": condition.dtype}
-    if options.device != "auto":
-        changed["device"] = options.device
+    if device != "auto":
+        changed["device"] = device
     config = msgspec.structs.replace(config, **changed)
     return wrong_statistics(config) if condition.fault is Fault.WRONG_STATISTICS else config
 
 
-def _filmed(manifest: Manifest, films: int) -> frozenset[int]:
+def filmed(manifest: Manifest, films: int) -> frozenset[int]:
+    """Numbers of the first ``films`` episodes of each task."""
     seen: dict[str, int] = {}
     chosen = set()
     for number, episode in enumerate(manifest):
