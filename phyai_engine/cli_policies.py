@@ -18,9 +18,7 @@ def evaluate(
         str, typer.Argument(metavar="[MODEL]", help="A checkpoint folder, a model file, a shipped name.")
     ] = "metaworld",
     robot: Annotated[str, typer.Option(metavar="ROBOT", help="A shipped name or a yaml.")] = "sawyer_20hz",
-    manifest: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Episodes, YAML or JSON lines; else made.")
-    ] = None,
+    manifest: Annotated[Path | None, typer.Option(metavar="FILE", help="Episodes; else they are made.")] = None,
     tasks: Annotated[str, typer.Option(metavar="A,B", help="Default: all of the simulator's tasks.")] = "",
     episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Of each task.")] = 50,
     seed: Annotated[int, typer.Option(min=0, max=20, help="Of scenes and noise.")] = 1,
