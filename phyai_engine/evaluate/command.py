@@ -21,13 +21,14 @@ from phyai_engine.evaluate.figure import svg_of_tasks
 from phyai_engine.evaluate.manifest import Manifest, chosen
 from phyai_engine.evaluate.provenance import Provenance
 from phyai_engine.evaluate.record import EpisodeRecord
-from phyai_engine.evaluate.run_folder import IN_PROCESS, Run, RunFolder, write_whole
+from phyai_engine.evaluate.run_folder import IN_PROCESS, Run, RunFolder
 from phyai_engine.evaluate.scores import Summary, summarise
 from phyai_engine.evaluate.simulators import Setup, play_all, smoke
 from phyai_engine.evaluate.table import table
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.runner import BUCKETS
 from phyai_engine.weights.checkpoint import model_from
+from phyai_engine.whole_files import write_json, write_whole
 
 ROBOT = "sawyer_20hz"
 SIMULATORS_MAX = 32
@@ -110,7 +111,7 @@ def conclude(out: Path) -> Summary:
     :raises ConfigError: the counts differ from the manifest.
     """
     summary = summarise(out)
-    write_whole(out / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    write_json(out / "summary.json", summary)
     write_whole(out / "figure.svg", svg_of_tasks(summary).encode())
     return summary
 

@@ -7,13 +7,11 @@ simulation (simulate.py). Prices (prices.py) and success rates of evaluations (s
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from rich.console import Console
@@ -27,6 +25,7 @@ from phyai_engine.replay.success import Configuration, Success, Trials
 from phyai_engine.replay.verdict import ms, number, percent
 from phyai_engine.timing import miss_upper95
 from phyai_engine.types import F64, Schedule
+from phyai_engine.whole_files import write_json
 
 Keeps = Literal["yes", "unproven", "no", "no deadline"]
 VERSION = 1
@@ -120,9 +119,7 @@ class Sweep(Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        os.replace(unfinished, path)
+        write_json(path, self)
 
 
 def sweep(candidates: Sequence[Candidate], grid: Grid, prices: Prices, success: Success | None = None) -> Sweep:
