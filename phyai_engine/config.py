@@ -9,7 +9,6 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -23,6 +22,7 @@ from phyai_engine.errors import ConfigError
 from phyai_engine.robot_check import check_robot
 from phyai_engine.rtc import Guidance, WeightKind
 from phyai_engine.types import F64, ActionType
+from phyai_engine.unique_keys import UniqueKeyLoader
 
 T = TypeVar("T")
 Positive = Annotated[float, Meta(gt=0)]
@@ -299,35 +299,6 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key instead of keeping the last one."""
-
-
-def _construct_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    """Merge keys are expanded here: PyYAML 6.0.4 merges what was merged before with the wrong precedence."""
-    own: dict[Any, Any] = {}
-    merged: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        at = f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}"
-        value = loader.construct_object(value_node, deep=True)  # deep: an alias inside its own anchor is refused
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            for source in value if isinstance(value, list) else [value]:
-                if not isinstance(source, dict):
-                    raise ConfigError("`<<` merges mappings only", got=source, where=at)
-                merged = {**source, **merged}  # the first that has a key gives it
-            continue
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, Hashable):
-            raise ConfigError("a key is a list or a mapping", got=key, wanted="one value", where=at)
-        if key in own:
-            raise ConfigError(f"key {key!r} stands twice", where=at, do="Keep one of them.")
-        own[key] = value
-    return {**merged, **own}
-
-
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
-
-
 def _fields_at(kind: Any, path: str) -> tuple[str, ...]:
     """Field names of the struct that a msgspec error path such as ``$.cameras[0]`` points into."""
     for part in re.findall(r"\.(\w+)|\[", path):
@@ -378,7 +349,7 @@ def read_yaml(path: str | Path) -> Any:
     path = Path(path)
     try:
         with path.open(encoding="utf-8") as stream:
-            return yaml.load(stream, Loader=_UniqueKeyLoader)  # a SafeLoader
+            return yaml.load(stream, Loader=UniqueKeyLoader)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=path) from None
     except ConfigError:

@@ -59,10 +59,6 @@ class ClockOffset:
         """ROS time minus monotonic time."""
         return self.ros_ns - self.mono_ns
 
-    def to_mono(self, ros_ns: int) -> int:
-        """A stamp in monotonic time; right as long as neither clock was stepped since the sample."""
-        return ros_ns - self.offset_ns
-
 
 class SimRate:
     """How fast ROS time runs against monotonic time; margins are only meaningful at rate 1.

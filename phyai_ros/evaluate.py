@@ -1,7 +1,8 @@
 """`ros2 run phyai_policy evaluate [MODEL]`: the episodes of a manifest over topics, in real time.
 
-Policy node and simulated robot are processes of their own; this one places the scene, says the instruction, activates
-the node, watches for success and deactivates it. What it writes is what `phyai eval` writes, with measured margins.
+Policy node and simulated robot are processes of their own; this one places the scene, sets the noise seed, says the
+instruction, activates the node, watches for success and deactivates it. It first asks one request that is no episode.
+What it writes is what `phyai eval` writes, with measured margins.
 """
 
 from __future__ import annotations
@@ -12,28 +13,32 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import rclpy
+import yaml
 from rclpy.node import Node
 from rclpy.utilities import remove_ros_args
 from rich.console import Console
 from std_msgs.msg import Bool, String
 
-from phyai_engine.config import RobotConfig, config_dir, load_robot, resolve
-from phyai_engine.errors import PhyaiError
-from phyai_engine.evaluate.command import ROBOT, conclude
+from phyai_engine.config import ModelConfig, RobotConfig, config_dir, load_robot, resolve
+from phyai_engine.errors import EngineError, PhyaiError
+from phyai_engine.evaluate.command import ROBOT, conclude, filmed, model_config
 from phyai_engine.evaluate.condition import Condition
+from phyai_engine.evaluate.film import save_film
 from phyai_engine.evaluate.manifest import Episode, chosen
 from phyai_engine.evaluate.provenance import Provenance
 from phyai_engine.evaluate.record import EpisodeRecord, Tally
 from phyai_engine.evaluate.run_folder import ROS, Run, RunFolder
 from phyai_engine.evaluate.scores import Summary
 from phyai_engine.evaluate.table import table
+from phyai_engine.policy import weights_note
 from phyai_engine.replay.sensor_rows import SensorRows
 from phyai_engine.sim.tasks import TASKS
 from phyai_engine.types import AbortCause, SafetyState, Schedule
-from phyai_engine.weights.checkpoint import model_from
-from phyai_ros.processes import Processes
+from phyai_ros.film import Film
+from phyai_ros.processes import WAIT_S, Processes
 from phyai_ros.topics import LATCHED_QOS
 from phyai_ros.watch import Watch
 
@@ -47,13 +52,16 @@ AFTER_S = 0.2  # the last report
 class Evaluation:
     """Drives the nodes through episodes.
 
-    :param out: folder of their logs.
+    :param out: folder of their logs and of the films. :param films: numbers of the episodes that are filmed.
     """
 
-    def __init__(self, node: Node, robot: RobotConfig, condition: Condition, out: Path) -> None:
+    def __init__(
+        self, node: Node, robot: RobotConfig, condition: Condition, out: Path, films: frozenset[int] = frozenset()
+    ) -> None:
         self.watch = Watch(node, robot, POLICY, sensors=SensorRows(robot))  # cameras are not for us to hear
         self.processes = Processes(node, out)
-        self._robot, self._condition = robot, condition
+        self._node, self._robot, self._condition = node, robot, condition
+        self._films, self._filmed = out / "films", films
         self._instruction = node.create_publisher(String, f"{POLICY}/instruction", 1)
         self._solved = False
         self._scene = ""
@@ -76,18 +84,26 @@ class Evaluation:
         )
         self.processes.transition(POLICY, "configure")
 
+    def smoke(self, episode: Episode) -> None:
+        """Up to the first chunk: whether robot, model and scene work together, before hundreds of episodes are played.
+
+        :raises EngineError: the first request is not answered by a chunk that may be played.
+        """
+        self._begin(episode)
+        self.processes.until(lambda: bool(self.watch.timings), WAIT_S, "answer to the first request of the evaluation")
+        first = self.watch.timings[0]
+        if first.outcome != "accepted":
+            raise EngineError("the first request of the evaluation failed", got=first.text or first.outcome)
+        self.processes.transition(POLICY, "deactivate")
+
     def play(self, number: int, episode: Episode) -> EpisodeRecord:
         """One episode.
 
         :raises PhyaiError: a node ended, or does not answer.
         """
         watch, processes = self.watch, self.processes
-        self._place(episode)
-        self._instruction.publish(String(data=episode.instruction))
-        processes.spin(SETTLE_S)
-        watch.begin()
-        watch.status = None
-        processes.transition(POLICY, "activate")
+        film = Film(self._node, self._robot.cameras) if number in self._filmed else None
+        self._begin(episode)
         began_s, self._solved = watch.now_s, False
         while not self._solved and not self._latched() and watch.now_s - began_s < self._condition.seconds_max:
             processes.turn(0.01)
@@ -97,7 +113,21 @@ class Evaluation:
         record = self._record(number, episode, solved, began_s, ended_s)
         if self._latched():
             processes.trigger(POLICY, "rearm")
+        if film is not None:
+            film.close()
+            save_film(film.frames, self._films / f"{number:05d}.gif")
         return record
+
+    def _begin(self, episode: Episode) -> None:
+        """The scene, the seed and the words of an episode; then the node is active."""
+        watch, processes = self.watch, self.processes
+        self._place(episode)
+        processes.set_parameter(POLICY, "seed", episode.noise_seed)
+        self._instruction.publish(String(data=episode.instruction))
+        processes.spin(SETTLE_S)
+        watch.begin()
+        watch.status = None
+        processes.transition(POLICY, "activate")
 
     def _place(self, episode: Episode) -> None:
         """The robot of another scene is another process."""
@@ -157,22 +187,27 @@ def evaluate(options: argparse.Namespace, say: Callable[[str], None]) -> Summary
     :raises PhyaiError: a file is wrong, or a node failed; what was recorded stays, and the same command goes on there.
     """
     robot_file = resolve("robots", options.robot).absolute()
-    robot, config = load_robot(robot_file), model_from(options.model)
+    robot = load_robot(robot_file)
     manifest = chosen(options.manifest, [t for t in options.tasks.split(",") if t], options.episodes, options.seed)
     condition = Condition(
         schedule=Schedule(options.schedule),
+        guidance=options.guidance,
         execution_horizon=options.execution_horizon,
+        dtype=options.dtype,
         seconds_max=options.seconds,
     )
-    provenance = Provenance.of(options.model, config, config.checkpoint or "no checkpoint", "cpu", {})
+    config = model_config(options.model, condition, options.device)
+    # The engine is another process' child: what it chose and bound stands in policy_node.log.
+    provenance = Provenance.of(options.model, config, weights_note(config), config.device, {})
     folder = RunFolder(options.out, Run.of(ROS, robot, condition, manifest, provenance), manifest)
     if not (waiting := folder.waiting()):
         return conclude(options.out)
     rclpy.init()
     node = Node("evaluation")
-    evaluation = Evaluation(node, robot, condition, options.out)
+    evaluation = Evaluation(node, robot, condition, options.out, filmed(manifest, options.films))
     try:
-        evaluation.start(robot_file, options.model)
+        evaluation.start(robot_file, str(_model_file(options.out, config)))
+        evaluation.smoke(waiting[0][1])
         say(f"{len(waiting)} of {len(manifest)} episodes to play")
         for number, episode in waiting:
             record = evaluation.play(number, episode)
@@ -185,6 +220,13 @@ def evaluate(options: argparse.Namespace, say: Callable[[str], None]) -> Summary
     return conclude(options.out)
 
 
+def _model_file(out: Path, config: ModelConfig) -> Path:
+    """What the node loads: the model with what the condition changes."""
+    path = (out / "model.yaml").absolute()
+    path.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False), encoding="utf-8")
+    return path
+
+
 def parser() -> argparse.ArgumentParser:
     """What the command understands."""
     made = argparse.ArgumentParser(description=__doc__)
@@ -193,10 +235,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--manifest", type=Path, help="episodes; without it they are made")
     made.add_argument("--tasks", default="", metavar="A,B", help="default: all of the simulator's tasks")
     made.add_argument("--episodes", type=int, default=20, help="of each task")
-    made.add_argument("--seed", type=int, default=1, help="of the scenes")
+    made.add_argument("--seed", type=int, default=1, help="of the scenes and the noise")
     made.add_argument("--schedule", default="rtc", choices=[s.value for s in Schedule])
+    made.add_argument("--guidance", default="", help="of rtc, as in a model file; default: the model's own")
     made.add_argument("--execution-horizon", type=int, default=0, help="steps of a chunk to execute; 0: half of it")
     made.add_argument("--seconds", type=float, default=15.0, help="after which an episode has failed")
+    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: as the model file says")
+    made.add_argument("--dtype", default="", choices=["", "float32", "bfloat16"], help="default: the model's")
+    made.add_argument("--films", type=int, default=0, help="GIFs of so many episodes of each task")
     made.add_argument("--out", type=Path, default=Path("out/eval-ros"), help="an interrupted run goes on there")
     return made
 

@@ -122,7 +122,9 @@ class NodeParameters:
         choices=("keep", "flush"),
         live=True,
     )
-    seed: int = _row(0, "Seed of the noise; chunk k uses seed + k.", low=0, high=2**31 - 1)
+    seed: int = _row(
+        0, "Seed of the noise; the k-th chunk since it was set uses seed + k.", low=0, high=2**31 - 1, live=True
+    )
     max_hold_s: float = _row(
         10.0,
         "Holding longer than this without a new chunk sets the abort latch; 0.0 = never.",

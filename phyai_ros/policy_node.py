@@ -284,6 +284,8 @@ class PolicyNode(LifecycleNode):
 
     def _apply(self, params: parameters.NodeParameters, changed: Collection[str]) -> None:
         self._configured().apply(params)
+        if "seed" in changed:  # also the same again: the count of chunks begins anew
+            self._configured().loop.reseed(params.seed)
         if "instruction" in changed:  # also when the text is the parameter's old one: the topic may have set another
             self._set_instruction(params.instruction)
 

@@ -157,7 +157,12 @@ def arguments(args: list[str]) -> argparse.Namespace:
     parser.add_argument("bag", type=Path, metavar="BAG", help="rosbag2 folder, .mcap or .db3 file")
     parser.add_argument("--robot", required=True, help="robot file, or the name of a shipped one")
     parser.add_argument("--model", required=True, help="model file, name of a shipped one, or checkpoint folder")
-    parser.add_argument("--engine", default="process", choices=("process", "thread"), help="where inference runs")
+    parser.add_argument(
+        "--engine",
+        default="process",
+        choices=("process", "thread", "remote"),
+        help="where inference runs; remote: name the server with -p engine_endpoint:=tcp://HOST:PORT",
+    )
     parser.add_argument("--params", default="", metavar="FILE", help="parameters file of the policy node")
     parser.add_argument(
         "-p", "--parameter", type=_parameter, action="append", default=[], metavar="NAME:=VALUE", help="one parameter"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from phyai_engine.bench.ceilings import Ceilings, Rate
 from phyai_engine.bench.machine import Environment, Memory
 from phyai_engine.timing import Window
+from phyai_engine.whole_files import write_json
 
 VERSION = 3
 
@@ -101,6 +100,4 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        os.replace(unfinished, path)
+        write_json(path, self)

@@ -40,7 +40,7 @@ class Client(Protocol):
 class LoopSettings(WatchdogSettings):
     """Constants of one activation, and the watchdogs' limits.
 
-    :param seed: noise seed of chunk k is ``seed + k``.
+    :param seed: of the noise: the k-th chunk has ``seed + k``.
     :param simulated: ticks follow a clock that may stand still or leap: holding and the observation's age are then
         counted in ticks, not in steady time.
     :param acknowledge_s: how long the output waits before it says that the player elsewhere is silent.
@@ -89,6 +89,7 @@ class ControlLoop:
         self._refused = refused
         self._request: Request | None = None
         self._chunk_id = 0
+        self._seeded_id = 0  # the last chunk before the seed was set
         self._play_ns = 0  # now, on the clock that holding and ages count on
         self._forget()
 
@@ -115,6 +116,11 @@ class ControlLoop:
         self.counters = Counters()
         self.windows = Windows(self.settings.window)
         self._forget()
+
+    def reseed(self, seed: int) -> None:
+        """From now on chunks count from 1 for the noise: the k-th has ``seed + k``."""
+        self.settings = replace(self.settings, seed=seed)
+        self._seeded_id = self._chunk_id
 
     def tick(self, now_ros_ns: int) -> None:
         """One control tick: take the observation if one is due, play one step, then submit."""
@@ -221,7 +227,7 @@ class ControlLoop:
             chunk_id=flight.chunk_id,
             observation=observation,
             committed=committed,
-            seed=self.settings.seed + self._chunk_id,
+            seed=self.settings.seed + self._chunk_id - self._seeded_id,
             remaining_ms=steps * self.settings.dt_s * 1e3,
         )
         self._timed = flight.remaining_steps > 0 and self.settings.schedule is not Schedule.SYNC

@@ -21,13 +21,14 @@ from phyai_engine.evaluate.figure import svg_of_tasks
 from phyai_engine.evaluate.manifest import Manifest, chosen
 from phyai_engine.evaluate.provenance import Provenance
 from phyai_engine.evaluate.record import EpisodeRecord
-from phyai_engine.evaluate.run_folder import IN_PROCESS, Run, RunFolder, write_whole
+from phyai_engine.evaluate.run_folder import IN_PROCESS, Run, RunFolder
 from phyai_engine.evaluate.scores import Summary, summarise
 from phyai_engine.evaluate.simulators import Setup, play_all, smoke
 from phyai_engine.evaluate.table import table
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.runner import BUCKETS
 from phyai_engine.weights.checkpoint import model_from
+from phyai_engine.whole_files import write_json, write_whole
 
 ROBOT = "sawyer_20hz"
 SIMULATORS_MAX = 32
@@ -72,7 +73,7 @@ def evaluate(options: EvalOptions, progress: Console) -> Summary:
     """Everything but the printing. :param progress: where to say what goes on."""
     robot = load_robot(resolve("robots", options.robot))
     manifest = chosen(options.manifest, options.tasks, options.episodes, options.seed)
-    config = model_config(options)
+    config = model_config(options.model, options.condition, options.device)
     progress.print(f"loading {options.model} …", highlight=False)
     policy = load_policy(robot, config, batches=BUCKETS)
     device = device_of(policy.runner.model)
@@ -82,7 +83,7 @@ def evaluate(options: EvalOptions, progress: Console) -> Summary:
         PolicyFacts(policy.spec.horizon, policy.runner.guidance.max_delay),
         options.condition,
         options.out / "films" if options.films else None,
-        _filmed(manifest, options.films),
+        filmed(manifest, options.films),
     )
     folder = RunFolder(options.out, _run(options, robot, config, policy, manifest, batch), manifest)
     waiting = folder.waiting()
@@ -110,17 +111,17 @@ def conclude(out: Path) -> Summary:
     :raises ConfigError: the counts differ from the manifest.
     """
     summary = summarise(out)
-    write_whole(out / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    write_json(out / "summary.json", summary)
     write_whole(out / "figure.svg", svg_of_tasks(summary).encode())
     return summary
 
 
-def model_config(options: EvalOptions) -> ModelConfig:
-    """The model with what the condition changes.
+def model_config(model: str, condition: Condition, device: str = "auto") -> ModelConfig:
+    """The model with what the condition changes. :param device: ``auto``: as the model file says.
 
     :raises ConfigError: no such model, or it cannot be changed so.
     """
-    config, condition = model_from(options.model), options.condition
+    config = model_from(model)
     changed: dict[str, Any] = {}
     if condition.guidance:
         try:
@@ -130,13 +131,14 @@ def model_config(options: EvalOptions) -> ModelConfig:
             raise ConfigError(str(error), where="guidance") from None
     if condition.dtype:
         changed["options"] = {**config.options, "dtype": condition.dtype}
-    if options.device != "auto":
-        changed["device"] = options.device
+    if device != "auto":
+        changed["device"] = device
     config = msgspec.structs.replace(config, **changed)
     return wrong_statistics(config) if condition.fault is Fault.WRONG_STATISTICS else config
 
 
-def _filmed(manifest: Manifest, films: int) -> frozenset[int]:
+def filmed(manifest: Manifest, films: int) -> frozenset[int]:
+    """Numbers of the first ``films`` episodes of each task."""
     seen: dict[str, int] = {}
     chosen = set()
     for number, episode in enumerate(manifest):

@@ -38,14 +38,18 @@ class Provenance(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @staticmethod
     def of(name: str, config: ModelConfig, weights: str, device: str, reasons: dict[str, str]) -> Provenance:
-        """Of this process. :param device: torch's name of where the model computes. :param reasons: of its kernels."""
+        """Of this process.
+
+        :param device: torch's name of where the model computes; ``auto`` where another process chooses.
+        :param reasons: of its kernels.
+        """
         return Provenance(
             model=name,
             weights=weights,
             model_sha256=model_sha256(config),
             checkpoint_sha256=checkpoint_sha256(config.checkpoint),
             environment=environment(device, reasons),
-            gpu_driver=gpu_driver() if device.startswith("cuda") else "",
+            gpu_driver="" if device == "cpu" else gpu_driver(),
             packages={package: _version(package) for package in PACKAGES},
         )
 

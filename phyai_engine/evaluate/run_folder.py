@@ -7,7 +7,6 @@ every episode of the manifest, no more and no less.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from phyai_engine.evaluate.condition import Condition
 from phyai_engine.evaluate.manifest import Episode, Manifest, digest, lines, load_manifest
 from phyai_engine.evaluate.provenance import Provenance
 from phyai_engine.evaluate.record import EpisodeRecord
+from phyai_engine.whole_files import write_json, write_whole
 
 VERSION = 1
 IN_PROCESS, ROS = "in-process", "ros"
@@ -102,7 +102,7 @@ class RunFolder:
                 self._check_same(read_run(path))
             else:
                 write_whole(path / "manifest.jsonl", lines(manifest))
-                write_whole(path / "run.json", msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
+                write_json(path / "run.json", run)
             self._drop_torn_line()
         except OSError as error:
             raise ConfigError(f"cannot use the folder: {error.strerror}", where=path) from None
@@ -137,13 +137,6 @@ class RunFolder:
         """Append one record; it is on the disk's way when this returns."""
         with self._episodes.open("ab") as stream:
             stream.write(msgspec.json.encode(record) + b"\n")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
 
 
 def read_run(path: Path) -> Run:

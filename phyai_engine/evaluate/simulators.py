@@ -181,7 +181,7 @@ def simulate(connection: Connection, setup: Setup) -> None:
                 connection.send(None)
             else:
                 connection.send(scene.play(number, episode, ask))
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         return  # the policy's process is gone, and has said why
     except Exception as error:
         text = str(error) if isinstance(error, PhyaiError) else traceback.format_exc()

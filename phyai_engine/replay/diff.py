@@ -8,13 +8,11 @@ actions differ for that reason too.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -28,6 +26,7 @@ from phyai_engine.replay.recorded_run import record_of
 from phyai_engine.replay.summary import MARGINS, STAGES, summary
 from phyai_engine.types import F64
 from phyai_engine.weights.checkpoint import model_from
+from phyai_engine.whole_files import write_json
 
 RECORDED = "recorded"
 """In place of a model: the one that the recording names."""
@@ -133,9 +132,7 @@ class Diff(Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        os.replace(unfinished, path)
+        write_json(path, self)
 
 
 # -- sides -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a configuration costs and how often it succeeds: two small files that ``phyai sweep`` joins to its rows."""
+"""What an hour of a machine costs: a small file that ``phyai sweep`` joins to its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 from phyai_engine.config import Name, NonNegative, config_dir, convert, read_yaml
 
 Share = Annotated[float, Meta(gt=0, le=1)]
-Rate = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,31 +43,6 @@ class Prices(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return machine.per_hour / robots, robots
 
 
-class Trials(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Success of one configuration in evaluation.
-
-    :param run: part of a run's name or model. :param execution_steps: None: of any. :param n: trials.
-    """
-
-    run: Name
-    success: Rate
-    n: Annotated[int, Meta(ge=1)]
-    execution_steps: int | None = None
-
-
-class Success(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file of success rates, JSON or YAML."""
-
-    trials: tuple[Trials, ...]
-
-    def of(self, execution_steps: int, *texts: str) -> Trials | None:
-        """The trials of a configuration: those at its own execution horizon before those of any."""
-        whole = "\n".join(texts).lower()
-        named = [entry for entry in self.trials if entry.run.lower() in whole]
-        exact = [entry for entry in named if entry.execution_steps == execution_steps]
-        return next(iter(exact), next((entry for entry in named if entry.execution_steps is None), None))
-
-
 def load_prices(path: Path | None = None) -> Prices:
     """Read a price file; the shipped one, whose numbers are placeholders, if None.
 
@@ -76,11 +50,3 @@ def load_prices(path: Path | None = None) -> Prices:
     """
     path = config_dir() / "prices.yaml" if path is None else path
     return convert(read_yaml(path), Prices, where=str(path))
-
-
-def load_success(path: Path) -> Success:
-    """Read a file of success rates.
-
-    :raises ConfigError: with the path of the wrong key.
-    """
-    return convert(read_yaml(path), Success, where=str(path))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,6 +18,7 @@ from msgspec import Struct
 from phyai_engine.errors import ConfigError
 from phyai_engine.replay.survey import Survey
 from phyai_engine.timing import Outcome, Timing
+from phyai_engine.whole_files import write_whole
 
 VERSION = 1
 NAN = math.nan
@@ -168,9 +168,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Infinities become null, as NaN does: JSON has neither."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_bytes(msgspec.json.encode(self))
-        os.replace(unfinished, path)
+        write_whole(path, msgspec.json.encode(self))
 
     @property
     def duration_s(self) -> float:

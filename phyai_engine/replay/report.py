@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -16,6 +15,7 @@ from phyai_engine.replay.sensors import sensors
 from phyai_engine.replay.strip import strips
 from phyai_engine.replay.summary import STAGES, overlapped, summary, write_summary
 from phyai_engine.replay.verdict import ms, number, passed, percent, verdict, why_no_handoffs
+from phyai_engine.whole_files import write_whole
 
 __all__ = ["summary", "verdict", "write_report", "write_summary"]
 
@@ -48,9 +48,7 @@ def write_report(record: Record, path: Path, *, other: Record | None = None) -> 
     ]
     page = document(f"Run of {record.robot_id}, {record.started}", "\n".join(sections))
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, page.encode())
 
 
 def _head(record: Record, run: dict[str, Any]) -> str:

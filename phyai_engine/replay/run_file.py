@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from phyai_engine.errors import ConfigError
+from phyai_engine.whole_files import write_json
 
 NAME = "run.json"
 VERSION = 1
@@ -36,10 +36,7 @@ class RunFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def save(self, folder: Path) -> None:
         """Write ``run.json`` into ``folder``, whole or not at all."""
-        path = folder / NAME
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        os.replace(unfinished, path)
+        write_json(folder / NAME, self)
 
 
 def load_run(folder: Path) -> RunFile:

@@ -65,6 +65,11 @@ class Latencies:
             inference_s=np.array([row.l_inference_s for row in rows]),
         )
 
+    @property
+    def delay_steps(self) -> int:
+        """Control ticks from capture to chunk that half of the requests took at most."""
+        return math.ceil(float(np.median(self.observe_s + self.wait_s)) / self.dt_s - 1e-9)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulated:

@@ -15,6 +15,7 @@ import numpy as np
 from phyai_engine.replay.record import OUTCOMES, Camera, Record, StepKind, StepRow, TimingRow
 from phyai_engine.timing import Window, miss_upper95, roofline
 from phyai_engine.types import Schedule
+from phyai_engine.whole_files import write_json
 
 STAGES = ("l_observe_s", "l_transfer_s", "l_queue_s", "l_inference_s", "l_actuate_s")
 SEAM = ("jump", "jump_ratio", "jerk", "frozen_error", "age_last_s")
@@ -65,7 +66,7 @@ def summary(record: Record) -> dict[str, Any]:
 def write_summary(record: Record, path: Path) -> None:
     """:func:`summary` as indented JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(summary(record)), indent=2) + b"\n")
+    write_json(path, summary(record))
 
 
 def handoffs(record: Record) -> list[TimingRow]:

@@ -1,31 +1,31 @@
 """``phyai sweep``: which configuration keeps its deadline, from recorded latencies, and what it costs.
 
 A run brings model, placement and precision with its latencies; the sweep adds execution horizon and delay by
-simulation (simulate.py). Prices and success rates are joined from files (prices.py).
+simulation (simulate.py). Prices (prices.py) and success rates of evaluations (success.py) are joined.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
 from phyai_engine.errors import ConfigError
-from phyai_engine.replay.prices import Prices, Success
+from phyai_engine.replay.prices import Prices
 from phyai_engine.replay.record import Record
 from phyai_engine.replay.simulate import Latencies, Simulated, simulate
+from phyai_engine.replay.success import Configuration, Success, Trials
 from phyai_engine.replay.verdict import ms, number, percent
 from phyai_engine.timing import miss_upper95
 from phyai_engine.types import F64, Schedule
+from phyai_engine.whole_files import write_json
 
 Keeps = Literal["yes", "unproven", "no", "no deadline"]
 VERSION = 1
@@ -67,6 +67,7 @@ class SweepRow(Struct, frozen=True, kw_only=True):
     :param keeps: ``yes``: the bound is within eps; ``unproven``: the rate is, but n is too small to say.
     :param age_p95_s: of the observation behind the last action of a chunk.
     :param robots: that share the machine. :param cost: of one robot's hour. :param affordable: within the budget.
+    :param success: of ``success_n`` trials in evaluation, under a delay of ``success_delay_steps`` where that is known.
     """
 
     run: str
@@ -92,16 +93,23 @@ class SweepRow(Struct, frozen=True, kw_only=True):
     affordable: bool
     success: float | None
     success_n: int
+    success_delay_steps: int | None
 
 
 class Sweep(Struct, frozen=True, kw_only=True):
-    """All rows, best first. :param skipped: configurations that break d <= s <= H - d."""
+    """All rows, best first.
+
+    :param skipped: configurations that break d <= s <= H - d. :param strangers: success rates that are of no run.
+    :param unrated: configurations without a success rate, in words, where some were given.
+    """
 
     version: int = VERSION
     eps: float
     budget: float | None
     currency: str
     skipped: int
+    strangers: Sequence[str] = ()
+    unrated: Sequence[str] = ()
     rows: Sequence[SweepRow]
 
     @property
@@ -111,9 +119,7 @@ class Sweep(Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        os.replace(unfinished, path)
+        write_json(path, self)
 
 
 def sweep(candidates: Sequence[Candidate], grid: Grid, prices: Prices, success: Success | None = None) -> Sweep:
@@ -121,7 +127,7 @@ def sweep(candidates: Sequence[Candidate], grid: Grid, prices: Prices, success: 
 
     :raises ConfigError: a run without latencies, or nothing to try.
     """
-    rows, skipped = [], 0
+    rows, skipped, unrated = [], 0, list[str]()
     for candidate in candidates:
         latencies = Latencies.of(candidate.record, candidate.name)
         for steps in dict.fromkeys(grid.execution_steps or _parts(candidate.horizon)):
@@ -130,7 +136,11 @@ def sweep(candidates: Sequence[Candidate], grid: Grid, prices: Prices, success: 
                     skipped += 1
                     continue
                 run = simulate(latencies, horizon=candidate.horizon, execution_steps=steps, delay_steps=delay)
-                rows.append(_row(candidate, steps, delay, run, grid, prices, success))
+                trials = None if success is None else success.of(_configuration(candidate, latencies, steps))
+                rows.append(_row(candidate, steps, delay, run, grid, prices, trials))
+                if success is not None and trials is None:
+                    late = latencies.delay_steps * latencies.dt_s * 1e3
+                    unrated.append(f"{candidate.name} with s = {steps} ({late:.0f} ms)")
     if not rows:
         raise ConfigError(
             "nothing to try",
@@ -142,6 +152,8 @@ def sweep(candidates: Sequence[Candidate], grid: Grid, prices: Prices, success: 
         budget=grid.budget,
         currency=prices.currency,
         skipped=skipped,
+        unrated=list(dict.fromkeys(unrated)),
+        strangers=[] if success is None else success.strangers([(c.name, c.record.model) for c in candidates]),
         rows=sorted(rows, key=_order),
     )
 
@@ -155,6 +167,16 @@ def _possible(horizon: int, steps: int, delay: int | None) -> bool:
     return 1 <= steps <= horizon if delay is None else 0 <= delay <= steps <= horizon - delay and steps >= 1
 
 
+def _configuration(candidate: Candidate, latencies: Latencies, steps: int) -> Configuration:
+    return Configuration(
+        names=(candidate.name, candidate.record.model),
+        schedule=latencies.schedule.value,
+        horizon=candidate.horizon,
+        execution_steps=steps,
+        delay_steps=latencies.delay_steps,
+    )
+
+
 def _row(
     candidate: Candidate,
     steps: int,
@@ -162,14 +184,13 @@ def _row(
     run: Simulated,
     grid: Grid,
     prices: Prices,
-    success: Success | None,
+    trials: Trials | None,
 ) -> SweepRow:
     record = candidate.record
     machine = prices.machine(candidate.name, record.host)
     cost, robots = None, 1
     if machine is not None:
         cost, robots = prices.per_robot_hour(machine, remote=record.placement == "remote", busy=run.busy)
-    trials = None if success is None else success.of(steps, candidate.name, record.model)
     n = len(run.margin_s)
     return SweepRow(
         run=candidate.name,
@@ -195,6 +216,7 @@ def _row(
         affordable=grid.budget is None or (cost is not None and cost <= grid.budget),
         success=None if trials is None else trials.success,
         success_n=0 if trials is None else trials.n,
+        success_delay_steps=None if trials is None else trials.delay_steps,
     )
 
 
@@ -272,6 +294,12 @@ def conclusions(found: Sweep) -> list[str]:
         sentences.append("A shared server: queueing as in the recorded run; measure it under that many robots.")
     if found.skipped:
         sentences.append(f"{found.skipped} configurations break d <= s <= H - d and were left out.")
+    if found.strangers:
+        sentences.append(f"Success rates of {', '.join(found.strangers)} match no run: give NAME=FOLDER.")
+    if found.unrated:
+        sentences.append(
+            f"No success rate under the delay of {'; '.join(found.unrated)}: evaluate with that --delay-ms."
+        )
     if unknown := sorted({row.run for row in found.rows if row.machine is None}):
         sentences.append(f"No price matches {', '.join(unknown)}: a budget leaves such runs out.")
     return sentences

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from phyai_engine.errors import ConfigError
-from phyai_engine.replay.prices import load_prices, load_success
+from phyai_engine.replay.prices import load_prices
 from phyai_engine.replay.recorded_run import run_at
+from phyai_engine.replay.success import load_success
 from phyai_engine.replay.sweep import Candidate, Grid, show, sweep
 
 
@@ -22,7 +23,7 @@ def sweep_command(
     eps: float,
     budget: float | None,
     prices: Path | None,
-    success: Path | None,
+    success: Sequence[str],
     out: Path | None,
 ) -> int:
     """What ``phyai sweep`` does.
@@ -30,6 +31,7 @@ def sweep_command(
     :param runs: ``PATH`` or ``NAME=PATH`` of records and recordings.
     :param execution_steps: whole numbers with commas between, or empty; ``delay_steps`` likewise, and ``predicted``.
     :param horizon: H of runs whose chunks were not kept.
+    :param success: of evaluations: see :func:`phyai_engine.replay.success.load_success`.
     :returns: exit code: 0 a configuration keeps its deadline within the budget, 1 none does.
     :raises PhyaiError: a run or a file cannot be read, or there is nothing to try.
     """
@@ -42,7 +44,7 @@ def sweep_command(
         budget=budget,
     )
     table = load_prices(prices)
-    trials = None if success is None else load_success(success)
+    trials = load_success(success) if success else None
     found = sweep([candidate(run, horizon) for run in runs], grid, table, trials)
     if out is not None:
         found.save(out)

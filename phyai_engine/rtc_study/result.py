@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from phyai_engine.rtc_study.net import Recipe
 from phyai_engine.rtc_study.sampling import GUIDANCE, Method
 from phyai_engine.rtc_study.scores import Cell
+from phyai_engine.whole_files import write_json
 
 VERSION = 1
 Claim = tuple[str, str, bool]
@@ -54,9 +53,7 @@ class Study(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        os.replace(unfinished, path)
+        write_json(path, self)
 
 
 def claims(study: Study) -> list[Claim]:

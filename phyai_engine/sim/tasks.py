@@ -118,12 +118,6 @@ TASKS: Mapping[str, Task] = MappingProxyType({task.name: task for task in _ALL})
 """Name -> task."""
 
 
-def task_named(instruction: str) -> Task | None:
-    """The task that an instruction means; None where it is none of the phrases."""
-    said = instruction.strip().lower()
-    return next((task for task in _ALL if said in task.phrases), None)
-
-
 def other_task(task: Task) -> Task:
     """The other task of the same scene: what undoes it."""
     return next(other for other in _ALL if other.scene == task.scene and other != task)

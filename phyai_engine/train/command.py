@@ -134,8 +134,12 @@ class Run:
         trainer.begin_with(checkpoint.read_weights(self.start))
 
     def _collect(self, number: int) -> None:
-        """Files round<N>-<process> below ``work``."""
-        recipe = self.recipe
+        """Files round<N>-<process> below ``work``; what a run collected that was cut short later is not made again."""
+        recipe, whole = self.recipe, self.work / f"round{number}.collected"
+        if whole.exists():
+            return
+        for path in self.work.glob(f"round{number}-*"):  # of a collection that was cut short, perhaps by more processes
+            path.unlink()
         episodes = recipe.corrections if number else recipe.episodes
         policy = self._policy() if number or self.start else None
         seeds = [recipe.seed * 1_000_000 + number * 100_000 + i for i in range(episodes)]
@@ -153,6 +157,7 @@ class Run:
         with _progress(self.console) as progress:
             bar = progress.add_task("demonstrations" if number == 0 else "corrections", total=episodes)
             workers.run(self.robot, jobs, lambda _: progress.advance(bar), policy)
+        whole.touch()
 
     def _dataset(self, number: int) -> tuple[Dataset, checkpoint.Statistics]:
         """Of all rounds so far. The statistics are the first round's: the network has learned in them."""

@@ -125,6 +125,8 @@ def _serve(pipe: Connection, config: RobotConfig, model: tuple[ModelConfig, Mode
                 pipe.send(("verdict", _trial(trial, cameras, scenes, plays)))
             scenes.close()
         pipe.send(("end", None))
+    except (EOFError, ConnectionError):
+        return  # the process that asked is gone
     except Exception as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
 

@@ -15,7 +15,7 @@ from phyai_engine.bench.machine import environment
 from phyai_engine.cli import app
 from phyai_engine.config import ModelConfig, PromptConfig
 from phyai_engine.errors import ConfigError
-from phyai_engine.evaluate.condition import Condition
+from phyai_engine.evaluate.condition import Condition, Fault
 from phyai_engine.evaluate.figure import svg_of_cells, svg_of_tasks
 from phyai_engine.evaluate.manifest import SEED_STRIDE, Episode, Manifest, digest, lines, load_manifest, made
 from phyai_engine.evaluate.provenance import Provenance, checkpoint_sha256, model_sha256
@@ -23,6 +23,7 @@ from phyai_engine.evaluate.record import EpisodeRecord
 from phyai_engine.evaluate.run_folder import Run, RunFolder
 from phyai_engine.evaluate.scores import Summary, difference, summarise
 from phyai_engine.evaluate.table import facts, table
+from phyai_engine.replay.success import Trials, load_success
 from phyai_engine.types import Schedule
 
 PHRASES = {"drawer-open": ("open the drawer", "pull it"), "drawer-close": ("close the drawer",)}
@@ -157,6 +158,24 @@ def test_scores(tmp_path: Path) -> None:
     better = difference(whole(tmp_path / "b", 6), tmp_path / "a")
     assert better.share == pytest.approx(1 / 3) and better.low < better.share < better.high
     assert "handoffs with a deadline 42, missed 6" in facts(summary) and table(summary).row_count == 3
+
+
+def test_sweep_takes_the_rate_of_a_whole_evaluation(tmp_path: Path) -> None:
+    condition = Condition(schedule=Schedule.RTC, delay_ms=180.0, execution_horizon=7)
+    folder = whole(tmp_path / "eval", successes=3, condition=condition)
+    (own,) = load_success([str(folder)]).trials
+    assert own == Trials(
+        run=run_of().provenance.weights, success=0.5, n=6, schedule="rtc", execution_steps=7, delay_steps=4
+    )
+    (named,) = load_success([f"thor={folder}"]).trials
+    assert named == msgspec.structs.replace(own, run="thor")
+    ros = whole(tmp_path / "ros", driver="ros", condition=condition)
+    assert load_success([str(ros)]).trials[0].delay_steps == 4  # as measured
+    with pytest.raises(ConfigError, match="planted fault"):
+        load_success([str(whole(tmp_path / "fault", condition=Condition(fault=Fault.SWAPPED_CAMERAS)))])
+    (folder / "episodes.jsonl").write_bytes(b"")
+    with pytest.raises(ConfigError, match="not those of the manifest"):
+        load_success([str(folder)])
 
 
 def test_figures(tmp_path: Path) -> None:

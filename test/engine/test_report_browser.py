@@ -105,10 +105,11 @@ def _frames(rng: np.random.Generator) -> list[FrameRow]:
     return rows
 
 
-def run_record(seed: int = 0) -> Record:
-    """About what the demo records: 20 s of motion, a camera dropout, an abort, a re-arm."""
-    rng = np.random.default_rng(seed)
-    steps, timings, chunk, row = [], [], 0, 0
+def _motion(rng: np.random.Generator) -> tuple[list[StepRow], list[TimingRow]]:
+    """What was commanded in each tick, and the handoffs."""
+    steps: list[StepRow] = []
+    timings: list[TimingRow] = []
+    chunk, row = 0, 0
     for tick in range(1000):
         t_s = tick * DT_S
         kind = _kind(t_s)
@@ -122,21 +123,24 @@ def run_record(seed: int = 0) -> Record:
         values = wave if kind == "action" else [0.0, 0.0, 0.0, wave[3]]
         steps.append(StepRow(t_s=t_s, kind=kind, values=values, tick=tick, epoch=epoch, chunk_id=chunk, step=row))
         row += 1
+    return steps, timings
+
+
+def _planned(row: TimingRow) -> ChunkRow:
+    actions = [[math.sin((row.t_s + i * DT_S) * (1 + a / 3)) * 0.6 for a in range(4)] for i in range(50)]
+    return ChunkRow(t_s=row.t_s, epoch=row.epoch, chunk_id=row.chunk_id, actions=actions)
+
+
+def run_record(seed: int = 0) -> Record:
+    """About what the demo records: 20 s of motion, a camera dropout, an abort, a re-arm."""
+    rng = np.random.default_rng(seed)
+    steps, timings = _motion(rng)
     timings.append(TimingRow(t_s=12.02, epoch=2, chunk_id=90, outcome="cancelled", text="cancelled by the abort"))
     timings.append(TimingRow(t_s=16.1, epoch=3, chunk_id=91, outcome="refused", refusal="out_of_envelope"))
     arrivals = [t for t in np.cumsum(rng.normal(1 / 12, 0.006, 235)).tolist() if not 6.5 < t < 8.3]
     others = np.cumsum(rng.normal(1 / 12, 0.006, 235)).tolist()
     joint_t = np.arange(0, 20, 0.05)
-    chunks = [
-        ChunkRow(
-            t_s=row.t_s,
-            epoch=row.epoch,
-            chunk_id=row.chunk_id,
-            actions=[[math.sin((row.t_s + i * DT_S) * (1 + a / 3)) * 0.6 for a in range(4)] for i in range(50)],
-        )
-        for row in timings
-        if row.outcome == "accepted"
-    ]
+    chunks = [_planned(row) for row in timings if row.outcome == "accepted"]
     return Record(
         robot_id="metaworld_sawyer",
         action_names=NAMES,

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from phyai_engine.cli import app
 from phyai_engine.errors import ConfigError
-from phyai_engine.replay.prices import Machine, Prices, Success, Trials, load_prices
+from phyai_engine.replay.prices import Machine, Prices, load_prices
 from phyai_engine.replay.record import ChunkRow, Record, TimingRow
 from phyai_engine.replay.simulate import Latencies, simulate
+from phyai_engine.replay.success import Configuration, Success, Trials
 from phyai_engine.replay.sweep import Candidate, Grid, conclusions, sweep
 from phyai_engine.replay.sweep_command import numbers
 from phyai_engine.types import Schedule
@@ -180,6 +181,35 @@ def test_success_goes_before_cost() -> None:
     ]  # fmt: skip
 
 
+def test_a_rate_counts_only_under_as_much_delay_and_the_nearest_one_does() -> None:
+    def rate(success: float, delay: int | None, *, execution: int | None = 0, schedule: str = "rtc") -> Trials:
+        steps = {"execution_steps": execution, "delay_steps": delay}
+        return Trials(run="tiny", success=success, n=9, schedule=schedule, **steps)
+
+    def of(*rates: Trials, execution_steps: int = 25, delay_steps: int = 5) -> float | None:
+        wanted = Configuration(("fast", "TINY, random"), "rtc", 50, execution_steps, delay_steps)
+        found = Success(rates).of(wanted)
+        return None if found is None else found.success
+
+    assert of(rate(0.9, 4)) is None
+    assert of(rate(0.9, 4), rate(0.8, 5), rate(0.7, 9)) == 0.8
+    assert of(rate(0.7, 9), rate(0.8, 5), delay_steps=6) == 0.7
+    assert of(rate(0.6, None), rate(0.7, 9)) == 0.7
+    assert of(rate(0.6, 9, execution=None), rate(0.7, 9)) == 0.7
+    assert of(rate(0.7, 9), execution_steps=12) is None
+    assert of(rate(0.7, 9, schedule="sync")) is None
+    assert Latencies.of(record([0.07] * 9)).delay_steps == 5  # 30 ms before it, 20 ms a tick
+
+
+def test_what_was_not_evaluated_is_said() -> None:
+    rates = Success((Trials(run="fast", success=0.9, n=9, delay_steps=4), Trials(run="other", success=0.9, n=9)))
+    found = sweep([Candidate("fast", record([0.07] * 9), 50)], Grid(execution_steps=(25,), eps=0.5), PRICES, rates)
+    assert found.rows[0].success is None
+    said = conclusions(found)
+    assert "No success rate under the delay of fast with s = 25 (100 ms): evaluate with that --delay-ms." in said
+    assert "Success rates of other match no run: give NAME=FOLDER." in said
+
+
 def test_the_shipped_prices_are_placeholders_and_fit() -> None:
     assert load_prices().machine("x86", "a CPU") is not None
     text = (Path(__file__).parents[2] / "config" / "prices.yaml").read_text()
@@ -202,6 +232,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert "Best at eps 0.2: fast with s = 25, d 5" in said
     found = json.loads(out.read_text())
     assert [row["delay_steps"] for row in found["rows"]] == [5, None, 3]
+    rates = tmp_path / "rates.yaml"
+    rates.write_text("trials: [{run: fast, success: 0.75, n: 40}]")
+    assert "75.0 % of 40" in run(f"fast={path}", "--steps", "25", "--eps", "0.2", "--success", rates)[1]
     assert run(path, "--delay", "3", "--steps", "25")[0] == 1
 
 
@@ -213,6 +246,8 @@ def test_the_command(tmp_path: Path) -> None:
         (["--eps", "2"], "eps is out of range"),
         (["--prices", "none.yaml"], "cannot read the file"),
         (["--out", "none/x.json"], "no such folder"),
+        (["--success", "none.yaml"], "cannot read the file"),
+        (["--success", "x=none"], "not an evaluation, got none"),
     ],
 )
 def test_wrong_arguments_end_with_2(tmp_path: Path, more: list[str], message: str) -> None:

@@ -253,7 +253,11 @@ def test_one_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "round 1: 6 steps" in shown
     assert all(name in shown for name in TASKS)
     assert not describe(tmp_path / "policy").missing
+    (tmp_path / "work" / "round1.done").unlink()  # as if it had been cut short while it trained
+    collected = (tmp_path / "work" / "round1-0.npz").stat().st_mtime_ns
     train_command(msgspec.structs.replace(SMOKE, check_episodes=0), tmp_path / "policy", tmp_path / "work", 1)
-    assert "resumed after 2 rounds, 6 steps" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "resumed after 1 rounds, 6 steps" in shown and "round 1: 9 steps" in shown
+    assert (tmp_path / "work" / "round1-0.npz").stat().st_mtime_ns == collected
     with pytest.raises(ConfigError, match="seed differs"):
         train_command(msgspec.structs.replace(SMOKE, seed=7), tmp_path / "policy", tmp_path / "work", 1)

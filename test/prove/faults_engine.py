@@ -21,6 +21,7 @@ DUE = 10  # the row at which the next request is made
 AT_ONCE_MS = 30.0
 GRACE = 1 + 2  # runs: the warm-up and two chunks
 MODEL = {"latency_ms": 20.0, "horizon": 50}
+LOST, RESTART = "ABORT_ENGINE_LOST", "~/restart_engine, ~/rearm"
 NODE = {"execution_horizon": DUE, "engine_heartbeat_s": HEARTBEAT_S}
 
 
@@ -96,60 +97,66 @@ def jitter(stand: Stand, told: dict[str, str], name: str) -> float:
     return abort_meanwhile(stand)
 
 
+def on(run: Callable[[Stand], float | None], node: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
+    """What a case runs, and on which stand."""
+    return {"run": run, "stand": partial(Stand, {**MODEL, **model}, {**NODE, **(node or {})})}
+
+
 def cases() -> Iterator[Case]:
     """Every fault of the engine."""
-    lost, restart = "ABORT_ENGINE_LOST", "~/restart_engine, ~/rearm"
+    yield from lost()
+    yield from held()
+    yield from wrong()
+    yield from flooded()
+
+
+def lost() -> Iterator[Case]:
+    """It ends, or stands still."""
     silent_ms = (HEARTBEAT_S + BEAT_S) * 1e3
-
-    def on(run: Callable[[Stand], float | None], node: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
-        return {"run": run, "stand": partial(Stand, {**MODEL, **model}, {**NODE, **(node or {})})}
-
-    yield Case("engine: SIGKILL", lost, AT_ONCE_MS, restart, **on(partial(signalled, signal.SIGKILL)))
+    yield Case("engine: SIGKILL", LOST, AT_ONCE_MS, RESTART, **on(partial(signalled, signal.SIGKILL)))
     stop = partial(signalled, signal.SIGSTOP)
-    yield Case(f"engine: SIGSTOP (heartbeat {HEARTBEAT_S} s)", lost, silent_ms, restart, **on(stop))
+    yield Case(f"engine: SIGSTOP (heartbeat {HEARTBEAT_S} s)", LOST, silent_ms, RESTART, **on(stop))
     third = partial(in_a_run, AbortCause.ENGINE_LOST)
-    yield Case(
-        f"engine holds its lock 1 s (heartbeat {HEARTBEAT_S} s)",
-        lost,
-        silent_ms + 20.0,
-        restart,
-        **on(third, gil_hold_s=1.0, grace_runs=GRACE),
-    )
-    yield Case(
-        "engine holds its lock for ever",
-        lost,
-        silent_ms + 20.0,
-        restart,
-        **on(third, gil_hold_s=3000.0, grace_runs=GRACE),
-    )
+    for words, seconds in ((f"1 s (heartbeat {HEARTBEAT_S} s)", 1.0), ("for ever", 3000.0)):
+        yield Case(
+            f"engine holds its lock {words}",
+            LOST,
+            silent_ms + 20.0,
+            RESTART,
+            **on(third, gil_hold_s=seconds, grace_runs=GRACE),
+        )
+
+
+def held() -> Iterator[Case]:
+    """It holds its lock for less than the heartbeat's limit."""
     slow = {"engine_heartbeat_s": 3.0, "max_misses": 0}
-    held = {"gil_hold_s": 1.0, "horizon": 200, "grace_runs": 1}
+    model = {"gil_hold_s": 1.0, "horizon": 200, "grace_runs": 1}
     yield Case(
         "engine holds its lock 1 s in every run (heartbeat 3 s)",
         "nothing: goes on",
         None,
         "none needed",
-        **on(goes_on, slow, **held),
+        **on(goes_on, slow, **model),
     )
-    yield Case("  ~/abort meanwhile", "ABORT_SERVICE", AT_ONCE_MS, "~/rearm", **on(abort_meanwhile, slow, **held))
+    yield Case("  ~/abort meanwhile", "ABORT_SERVICE", AT_ONCE_MS, "~/rearm", **on(abort_meanwhile, slow, **model))
+
+
+def wrong() -> Iterator[Case]:
+    """A run goes wrong."""
     yield Case(
         "engine dies in a run",
-        lost,
+        LOST,
         AT_ONCE_MS + 20.0,
-        restart,
-        **on(third, crash_on_request=1, grace_runs=GRACE),
+        RESTART,
+        **on(partial(in_a_run, AbortCause.ENGINE_LOST), crash_on_request=1, grace_runs=GRACE),
     )
+    hangs = partial(in_a_run, AbortCause.INFERENCE_DEADLINE)
     yield Case(
         f"inference hangs (request_timeout_s {TIMEOUT_S})",
         "ABORT_INFERENCE_DEADLINE",
         TIMEOUT_S * 1e3 + 60.0,
-        restart,
-        **on(
-            partial(in_a_run, AbortCause.INFERENCE_DEADLINE),
-            {"request_timeout_s": TIMEOUT_S},
-            hang_on_request=1,
-            grace_runs=GRACE,
-        ),
+        RESTART,
+        **on(hangs, {"request_timeout_s": TIMEOUT_S}, hang_on_request=1, grace_runs=GRACE),
     )
     yield Case(
         "engine out of memory (RLIMIT_AS)",
@@ -163,24 +170,22 @@ def cases() -> Iterator[Case]:
         f"NaN mid-chunk from the engine (H {horizon}, max_hold_s 0.3)",
         "REFUSAL_NOT_FINITE; ABORT_EXHAUSTED",
         horizon * 20.0 + 30.0,
-        restart,
+        RESTART,
         **on(not_a_number, {"max_hold_s": 0.3}, nan_at=12, horizon=horizon, grace_runs=GRACE),
     )
-    told: dict[str, str] = {}
-    yield Case(
-        "(no fault, for the next line) ~/abort",
-        "ABORT_SERVICE",
-        AT_ONCE_MS,
-        "~/rearm",
-        told,
-        **on(partial(jitter, told=told, name="tick jitter p99")),
-    )
-    flood: dict[str, str] = {}
-    yield Case(
-        "log flood, 8 MB a run: ~/abort meanwhile",
-        "nothing: goes on",
-        AT_ONCE_MS,
-        "none needed",
-        flood,
-        **on(partial(jitter, told=flood, name="tick jitter p99"), flood_log_mb=4, grace_runs=1),
-    )
+
+
+def flooded() -> Iterator[Case]:
+    """It writes to its log without end; what the tick loses by that, beside one without a fault."""
+    for name, detected, recovery, model in (
+        ("(no fault, for the next line) ~/abort", "ABORT_SERVICE", "~/rearm", {}),
+        (
+            "log flood, 8 MB a run: ~/abort meanwhile",
+            "nothing: goes on",
+            "none needed",
+            {"flood_log_mb": 4, "grace_runs": 1},
+        ),
+    ):
+        told: dict[str, str] = {}
+        run = partial(jitter, told=told, name="tick jitter p99")
+        yield Case(name, detected, AT_ONCE_MS, recovery, told, **on(run, **model))

@@ -1,28 +1,24 @@
 """Several policy nodes, each with its simulated arm, whose engine is one `phyai serve` behind a network that can fail.
 
-Every node is a process, in a namespace of its own, all in one ROS domain. Times are the observer's, this process's.
+Every node is a process, in a namespace of its own, all in one ROS domain.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import rclpy
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
+from observer import LATCHED, Observer
 from phyai_policy.msg import ActionStep, ChunkTiming, PolicyStatus
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
-from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from rclpy.qos import QoSProfile
 from std_srvs.srv import Trigger
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
@@ -32,7 +28,6 @@ from served import Served
 
 from phyai_engine.types import AbortCause, CommandKind, SafetyState
 
-LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 HORIZON, DT_S = 50, 0.02
 CHUNK_S = HORIZON * DT_S
 
@@ -86,22 +81,17 @@ class Robot:
         del self.heard[:-5], self.statuses[:-1], self.timings[:]
 
 
-class FleetStand:
+class FleetStand(Observer):
     """See the module.
 
     :param robots: how many. :param parameters: of every policy node.
     """
 
     def __init__(self, robots: int, parameters: dict[str, Any]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="prove-fleet-"))
+        super().__init__()
         self.server = Served(self.folder / "server", {"latency_ms": 20.0, "horizon": HORIZON})
         self.proxy = Proxy(self.server.port)
-        rclpy.init()
-        self.node = Node("observer")
-        self.executor = SingleThreadedExecutor()
-        self.executor.add_node(self.node)
         self.robots = [Robot(self.node, f"r{i + 1}") for i in range(robots)]
-        self._started: list[subprocess.Popen[bytes]] = []
         given = {
             "robot": "arm7",
             "model": "m",
@@ -113,8 +103,8 @@ class FleetStand:
         try:
             for robot in self.robots:
                 sim = {"robot": "arm7", "image_width": 64, "image_height": 48}
-                self._launch("phyai_ros.sim_node", robot.name, sim)
-                self._launch("phyai_ros.policy_node", robot.name, given)
+                self.launch("-m", "phyai_ros.sim_node", namespace=robot.name, **sim)
+                self.launch("-m", "phyai_ros.policy_node", namespace=robot.name, **given)
             for robot in self.robots:
                 self.until(partial(_unconfigured, robot), 60.0, f"{robot.name} to start")
                 for transition in (Transition.TRANSITION_CONFIGURE, Transition.TRANSITION_ACTIVATE):
@@ -125,57 +115,18 @@ class FleetStand:
             self.close()
             raise
 
-    def _launch(self, module: str, namespace: str, parameters: dict[str, Any]) -> None:
-        pairs = [item for key, value in parameters.items() for item in ("-p", f"{key}:={value}")]
-        command = [sys.executable, "-m", module, "--ros-args", "-r", f"__ns:=/{namespace}", *pairs]
-        with (self.folder / "nodes.log").open("ab") as log:
-            self._started.append(subprocess.Popen(command, stdout=log, stderr=log))
-
     def close(self) -> list[int]:
         """End everything; exit codes after SIGINT."""
-        codes = []
-        for process in self._started:
-            process.send_signal(signal.SIGINT)
-        for process in self._started:
-            try:
-                codes.append(process.wait(15.0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                codes.append(process.wait())
+        codes = self.end_processes()
         self.proxy.close()
         with contextlib.suppress(AssertionError):
             self.server.close()
-        self.executor.shutdown()
-        self.node.destroy_node()
-        rclpy.try_shutdown()
+        super().close()
         return codes
 
-    # ---- time and calls -------------------------------------------------------------------------------------------
-
-    def until(self, fact: Callable[[], Any], seconds: float, what: str) -> None:
-        """Spin until the fact holds.
-
-        :raises AssertionError: it did not.
-        """
-        end = time.monotonic() + seconds
-        while not fact():
-            if time.monotonic() > end:
-                states = [(r.name, r.statuses and (r.status.safety_state, r.status.abort_text)) for r in self.robots]
-                raise AssertionError(f"not within {seconds} s: {what}; {states}; {self.folder}")
-            self.executor.spin_once(timeout_sec=0.02)
-
-    def spin(self, seconds: float) -> None:
-        """Let everything run."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self.executor.spin_once(timeout_sec=min(0.02, left))
-
-    def call(self, client: Any, request: Any, seconds: float = 10.0) -> Any:
-        """The response of a service."""
-        self.until(client.service_is_ready, 30.0, f"service {client.srv_name}")
-        future = client.call_async(request)
-        self.until(future.done, seconds, f"answer of {client.srv_name}")
-        return future.result()
+    def said(self) -> str:
+        """The state of every robot."""
+        return str([(r.name, r.statuses and (r.status.safety_state, r.status.abort_text)) for r in self.robots])
 
     # ---- what is heard --------------------------------------------------------------------------------------------
 

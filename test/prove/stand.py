@@ -1,43 +1,36 @@
 """What evidence is measured on: policy node, simulated arm and player node as processes, and the observer, this one.
 
-Times are of the observer: from before it does something until the message is in its callback. It hears every command
-and counts those of an epoch that a stop has ended.
+It hears every command and counts those of an epoch that a stop has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
-import rclpy
 from diagnostic_msgs.msg import DiagnosticArray
 from evidence import fake_model
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
+from observer import LATCHED, Observer
 from phyai_policy.msg import ActionChunk, ActionStep, ChunkStatus, ChunkTiming, PolicyStatus
 from rcl_interfaces.srv import SetParameters
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.parameter import Parameter
-from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from rclpy.qos import QoSProfile
 from rosgraph_msgs.msg import Clock
 from std_msgs.msg import Bool
 from std_srvs.srv import Trigger
 
 from phyai_engine.types import AbortCause, CommandKind, SafetyState
 
-LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 POLICY = ("-m", "phyai_ros.policy_node")
 Heard = tuple[float, ActionStep]
 
@@ -68,7 +61,7 @@ class SimulatedClock:
         self._thread.join()
 
 
-class Stand:
+class Stand(Observer):
     """See the module.
 
     :param model: options of the fake model. :param parameters: of the policy node. :param player: parameters of a
@@ -84,10 +77,7 @@ class Stand:
         policy: Sequence[str] = POLICY,
         simulated: bool = False,
     ) -> None:
-        rclpy.init()
-        self.node = Node("observer")
-        self.executor = SingleThreadedExecutor()
-        self.executor.add_node(self.node)
+        super().__init__()
         self.heard: list[Heard] = []
         self.statuses: list[PolicyStatus] = []
         self.timings: list[tuple[float, ChunkTiming]] = []
@@ -99,7 +89,6 @@ class Stand:
         self._listen()
         self.clock = SimulatedClock(self.node) if simulated else None
         self._use: dict[str, Any] = {"use_sim_time": "true"} if simulated else {}
-        self._log = Path(tempfile.mkdtemp(prefix="prove-")) / "nodes.log"
         self._player = player
         given = {"robot": "arm7", "model": fake_model(**(model or {})), "warm_up_count": "1", **(parameters or {})}
         if player is not None:
@@ -107,7 +96,6 @@ class Stand:
         self._policy, self._given = tuple(policy), given
         topic = {"command_topic": "player_node/step"} if player is not None else {}
         sim = {"robot": "arm7", "image_width": 64, "image_height": 48, **topic}
-        self._started: list[subprocess.Popen[bytes]] = []
         self.sim = self.launch("-m", "phyai_ros.sim_node", **sim)
         try:
             if player is not None:
@@ -151,13 +139,9 @@ class Stand:
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
-    def launch(self, *command: str, **parameters: Any) -> subprocess.Popen[bytes]:
-        """A node as a process."""
-        pairs = [item for key, value in {**parameters, **self._use}.items() for item in ("-p", f"{key}:={value}")]
-        with self._log.open("ab") as log:
-            process = subprocess.Popen([sys.executable, *command, "--ros-args", *pairs], stdout=log, stderr=log)
-        self._started.append(process)
-        return process
+    def launch(self, *command: str, namespace: str = "", **parameters: Any) -> subprocess.Popen[bytes]:
+        """A node as a process, on the stand's clock."""
+        return super().launch(*command, namespace=namespace, **parameters, **self._use)
 
     def start_policy(self) -> None:
         """Start the policy node, configure and activate it."""
@@ -187,51 +171,18 @@ class Stand:
     def close(self) -> list[int]:
         """End everything; exit codes after SIGINT."""
         gc.enable()
-        processes = [process for process in self._started if process.returncode is None]
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-        codes = []
-        for process in processes:
-            try:
-                codes.append(process.wait(timeout=15.0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                codes.append(process.wait())
+        codes = self.end_processes()
         if self.clock is not None:
             self.clock.close()
-        self.executor.shutdown()
-        self.node.destroy_node()
-        rclpy.try_shutdown()
+        super().close()
         return codes
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def until(self, fact: Callable[[], Any], seconds: float = 10.0, what: str = "") -> None:
-        """Spin until the fact holds.
-
-        :raises AssertionError: it did not; with what was heard last.
-        """
-        end = time.monotonic() + seconds
-        while not fact():
-            if time.monotonic() > end:
-                safety = f"{self.status.safety_state} {self.status.abort_text!r}" if self.statuses else "no status"
-                kinds = [m.kind for _, m in self.heard[-5:]]
-                raise AssertionError(f"not within {seconds} s: {what}; state {safety}, kinds {kinds}; {self._log}")
-            self.executor.spin_once(timeout_sec=0.02)
-
-    def spin(self, seconds: float) -> None:
-        """Let everything run."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self.executor.spin_once(timeout_sec=min(0.02, left))
-
-    def call(self, client: Any, request: Any, seconds: float = 10.0) -> Any:
-        """The response, within a bound."""
-        self.until(client.service_is_ready, 30.0, f"service {client.srv_name}")
-        future = client.call_async(request)
-        self.until(future.done, seconds, f"answer of {client.srv_name}")
-        return future.result()
+    def said(self) -> str:
+        """State, and the kinds of the last commands."""
+        safety = f"{self.status.safety_state} {self.status.abort_text!r}" if self.statuses else "no status"
+        return f"state {safety}, kinds {[m.kind for _, m in self.heard[-5:]]}"
 
     def trigger(self, name: str, seconds: float = 30.0) -> Any:
         """Call a Trigger service of the policy node."""

@@ -321,6 +321,18 @@ def test_instruction_keep_and_flush(make_rig: Make) -> None:
     assert rig.node._session.buffer._instruction == "drop it"
 
 
+def test_a_seed_that_is_set_counts_the_chunks_anew(make_rig: Make) -> None:
+    rig = make_rig(model={"latency_ms": 10.0})
+    rig.start()
+    seeds: list[int] = []
+    rig.node._session._engine.asked = lambda request: seeds.append(request.seed)
+    for _ in range(2):  # also where it is the same again
+        seeds.clear()
+        rig.node.set_parameters([Parameter("seed", value=5000)])
+        rig.until(lambda: len(seeds) >= 2)
+        assert seeds[:2] == [5001, 5002]
+
+
 def test_fixed_parameter_cannot_change_while_configured(make_rig: Make) -> None:
     rig = make_rig()
     rig.configure()
