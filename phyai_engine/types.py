@@ -154,7 +154,7 @@ class Request:
 class StageTimings:
     """Durations of one inference in milliseconds; NaN where a stage does not exist."""
 
-    queue_ms: float = float("nan")
+    queue_ms: float = float("nan")  # with the engine, not computing; a server's way to its replica and back is in it
     batch_ms: float = float("nan")  # of queue_ms, what a free replica of a server waited for more rows
     encode_ms: float = float("nan")
     prefix_ms: float = float("nan")

@@ -132,7 +132,8 @@ class Front:
             return
         session.asking.pop((ask.epoch, ask.chunk_id), None)
         pool, timings = session.pool, reply.timings
-        waited_ms = (ask.started_ns - ask.arrived_ns) / 1e6
+        spent_ms = (now_ns - ask.arrived_ns) / 1e6
+        queue_ms = spent_ms - timings.inference_ms
         if ask.epoch <= session.cancelled_epoch:
             self._refuse(session, ask.epoch, ask.chunk_id, "cancelled", "the request was cancelled")
             return
@@ -147,13 +148,13 @@ class Front:
         message = msgspec.structs.replace(
             reply,
             slot=0,
-            timings=replace(timings, queue_ms=timings.queue_ms + waited_ms, batch_ms=ask.batch_ns / 1e6),
+            timings=replace(timings, queue_ms=queue_ms, batch_ms=ask.batch_ns / 1e6),
             valid_ms=pool.engine.horizon * session.robot.dt_s * 1e3,
             load=load,
         )
         self._send(session.peer, message, arrays)  # before anything is counted: the robot waits
-        self._figures.timed(pool.name, "queue_ms", waited_ms)
-        self._figures.timed(pool.name, "total_ms", (now_ns - ask.arrived_ns) / 1e6)
+        self._figures.timed(pool.name, "queue_ms", queue_ms)
+        self._figures.timed(pool.name, "total_ms", spent_ms)
         self._figures.outcomes[pool.name, "answered"] += 1
         if now_ns > ask.deadline_ns:
             self._figures.outcomes[pool.name, "late"] += 1
