@@ -104,6 +104,8 @@ class Evaluation:
         watch, processes = self.watch, self.processes
         film = Film(self._node, self._robot.cameras) if number in self._filmed else None
         self._begin(episode)
+        if film is not None:
+            film.frames.clear()  # of the scene before
         began_s, self._solved = watch.now_s, False
         while not self._solved and not self._latched() and watch.now_s - began_s < self._condition.seconds_max:
             processes.turn(0.01)
@@ -206,7 +208,8 @@ def evaluate(options: argparse.Namespace, say: Callable[[str], None]) -> Summary
     node = Node("evaluation")
     evaluation = Evaluation(node, robot, condition, options.out, filmed(manifest, options.films))
     try:
-        evaluation.start(robot_file, str(_model_file(options.out, config)))
+        changed = options.guidance or options.dtype or options.device != "auto"
+        evaluation.start(robot_file, str(_model_file(options.out, config)) if changed else options.model)
         evaluation.smoke(waiting[0][1])
         say(f"{len(waiting)} of {len(manifest)} episodes to play")
         for number, episode in waiting:
@@ -221,7 +224,7 @@ def evaluate(options: argparse.Namespace, say: Callable[[str], None]) -> Summary
 
 
 def _model_file(out: Path, config: ModelConfig) -> Path:
-    """What the node loads: the model with what the condition changes."""
+    """What the node loads where the condition changes the model."""
     path = (out / "model.yaml").absolute()
     path.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False), encoding="utf-8")
     return path

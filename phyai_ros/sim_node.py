@@ -74,6 +74,7 @@ class SimNode(Node):
         self._epoch_mono_s = time.monotonic()
         self._epoch_ros_ns = self._now_ros_ns()
         self._steps = self._refused = 0
+        self._stepped_s = (0.0, 0.0)  # when the first and the last control period began
         self._make_streams(self._task.seed)
         self._task.follow(self._robot)
         self._subscribe(value["command_source"], value["command_topic"])
@@ -172,6 +173,8 @@ class SimNode(Node):
             self.get_logger().warning("no command within the timeout: holding")
         stamp = self._now_ros_ns()
         self._robot.step(self._commands.take(), self._elapsed_ros_s(stamp))
+        now_s = time.monotonic()
+        self._stepped_s = (self._stepped_s[0] if self._steps else now_s, now_s)
         self._steps += 1
         self._task.look()
         if self._controller_state is not None:
@@ -207,8 +210,8 @@ class SimNode(Node):
 
     def close(self) -> None:
         """End the cameras; bounded."""
-        elapsed_s = time.monotonic() - self._epoch_mono_s
-        share = self._steps * self._robot.dt_s / elapsed_s
+        elapsed_s = self._stepped_s[1] - self._stepped_s[0]
+        share = (self._steps - 1) * self._robot.dt_s / elapsed_s if elapsed_s else 0.0
         self.get_logger().info(f"{self._steps} control periods in {elapsed_s:.1f} s, {share:.3f} of real time")
         self._thread.end()
         self._thread.join(JOIN_S)
