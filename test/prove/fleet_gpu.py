@@ -75,8 +75,8 @@ class Proof:
 
         :raises TimeoutError: it would not end in time. :raises Exception: whatever a process of it does.
         """
-        if (left_s := self.end_s - time.monotonic()) < seconds + START_STOP_S:
-            raise TimeoutError(f"{seconds:.0f} s do not fit into the {left_s:.0f} s that are left")
+        if (left_s := self.end_s - time.monotonic()) < (needs_s := seconds + START_STOP_S):
+            raise TimeoutError(f"{needs_s:.0f} s do not fit into the {left_s:.0f} s that are left")
         seen = fleet.drive(
             robots=robots, crews=self.given.crews, hz=rate.hz, seconds=seconds, deadline_ms=rate.deadline_ms, **more
         )
