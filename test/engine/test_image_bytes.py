@@ -6,11 +6,9 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 
 from phyai_engine.adapter import Adapter
 from phyai_engine.config import Camera, ModelConfig, RobotConfig
@@ -177,7 +175,7 @@ def test_frames_are_resampled_at_the_same_time_by_threads_that_end(
 ) -> None:
     """Each waits for the others: one after the other they would never come to an end."""
     spec = options("planes").spec()
-    adapter = Adapter(msgspec.structs.replace(robot), ModelConfig(family="pi05", resize=resize), spec)
+    adapter = Adapter(robot, ModelConfig(family="pi05", resize=resize), spec)
     met, plain, before = threading.Barrier(2, timeout=10), images.planes, threading.active_count()
 
     def meeting(*args: Any, **given: Any) -> Any:
@@ -187,12 +185,14 @@ def test_frames_are_resampled_at_the_same_time_by_threads_that_end(
     request = ask(noise(48, 64), noise(30, 40))
     wanted = adapter.encode(request).inputs["images"]
     monkeypatch.setattr(images, "planes", meeting)
+    monkeypatch.setattr(images, "cores", lambda: 3)
     np.testing.assert_array_equal(adapter.encode(request).inputs["images"], wanted)
     assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_what_one_of_them_raises_is_raised_when_all_have_ended(bad: int) -> None:
+def test_what_one_of_them_raises_is_raised_when_all_have_ended(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "cores", lambda: 4)
     ended = []
 
     def call(i: int) -> None:
@@ -205,12 +205,9 @@ def test_what_one_of_them_raises_is_raised_when_all_have_ended(bad: int) -> None
     assert sorted(ended) == [0, 1, 2]
 
 
-def test_a_single_frame_needs_no_thread() -> None:
-    by = []
-    images.at_once([lambda: by.append(threading.current_thread())])
-    images.at_once([])
-    assert by == [threading.current_thread()]
-
-
-def test_options_of_another_form_are_told() -> None:
-    assert structs.replace(options("bytes")).image == structs.replace(options("planes"), images="bytes").image
+@pytest.mark.parametrize(("calls", "cores"), [(0, 8), (1, 8), (2, 2), (3, 2)])
+def test_one_frame_and_too_few_cores_need_no_thread(calls: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "cores", lambda: cores)
+    by: list[threading.Thread] = []
+    images.at_once([lambda: by.append(threading.current_thread())] * calls)
+    assert by == [threading.current_thread()] * calls
