@@ -59,8 +59,8 @@ def at_once(calls: Sequence[Callable[[], object]]) -> None:
     """Make the calls at the same time, where that leaves a core free; what one raises is raised here, at the end.
 
     Their threads end with them: 0.2 ms beside the 2 of a 640x480 frame, where a pool needs an owner that closes it.
-    On two busy cores three frames took 10 to 12 ms at once and 10 one after the other: whoever waits for all of them
-    waits for the one that was put off.
+    On two busy cores three frames took 10 to 12 ms at once and 6 to 10 in turn: whoever waits for all of them waits for
+    the one that was put off.
     """
     if not 1 < len(calls) < cores():
         for call in calls:
