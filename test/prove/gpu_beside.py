@@ -1,7 +1,7 @@
 """Everything beside the model, in one call on a GPU machine: each part is a process of its own with its own time.
 
-What a part prints stands as it comes; the table at the end says how each ended, and which were left out when the time was
-up. A part that fails, hangs or dies costs no other. Needs no ROS.
+What a part prints stands as it comes; the table at the end says how each ended, and which were left out when
+the time was up. A part that fails, hangs or dies costs no other. Needs no ROS.
 """
 
 from __future__ import annotations
