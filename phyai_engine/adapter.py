@@ -1,12 +1,13 @@
 """Robot <-> model: cameras, joint order, units, normalisation, prompt, committed actions.
 
-Immutable, but for the prompt's note of which over-long one it has warned about; its threads hold nothing between calls.
+Immutable, but for the prompt's note of which over-long one it has warned about.
 
 Inputs it can make, each only where ``ModelSpec.inputs`` declares it (C cameras, P tokens):
 
 | name       | shape     | content                                                                        |
 |------------|-----------|--------------------------------------------------------------------------------|
 | images     | [C,3,s,s] | float32 in [-1, 1], the model's camera order; -1 where the robot has no camera |
+|            | [C,s,s,3] | or uint8, which the model brings to [-1, 1]; 0 where the robot has no camera   |
 | image_mask | [C]       | bool, False where the robot has no camera                                      |
 | tokens     | [P]       | int64 prompt, padded on the right                                              |
 | token_mask | [P]       | bool, valid tokens                                                             |
@@ -20,6 +21,7 @@ The order of both families: robot units -> policy units -> relative to the state
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from phyai_engine.transforms.units import PolicyUnits
 from phyai_engine.types import (
     F32,
     F64,
+    U8,
     ActionType,
     CancelToken,
     ModelSpec,
@@ -63,6 +66,7 @@ class Adapter:
         self.spec = spec
         self._model = model
         checks.check_fit(robot, spec, _INPUTS)
+        checks.check_images(spec, model.resize)
         self._cameras = checks.camera_order(robot, spec)
         self._turned = {camera.name: camera.rotation_deg for camera in robot.cameras}
         self._state_units = PolicyUnits.of(robot.state, "state")
@@ -146,9 +150,7 @@ class Adapter:
         checks.check_vectors(shown[None], self.robot.state_names, "state, normalised")
         made: Inputs = {}
         if "images" in wanted:
-            made["images"] = np.empty(wanted["images"].shape, dtype=np.float32)
-            for planes, camera in zip(made["images"], self._cameras, strict=True):
-                self._fill(seen, planes, camera)
+            made["images"] = self._images(seen)
         if "image_mask" in wanted:
             made["image_mask"] = np.array([camera is not None for camera in self._cameras])
         if self._prompt is not None:
@@ -159,12 +161,28 @@ class Adapter:
             made["anchor"] = self._anchor(seen.state)
         return {name: made[name] for name in wanted}
 
-    def _fill(self, seen: Observation, planes: F32, camera: str | None) -> None:
-        if camera is None:
-            planes.fill(images.BLACK)
-            return
-        turned, size = self._turned[camera], planes.shape[-1]
-        images.planes(seen.images[camera], size, resize=self._model.resize, rotation_deg=turned, out=planes)
+    def _images(self, seen: Observation) -> NDArray[Any]:
+        """Those that must be resampled are so at the same time."""
+        wanted = self.spec.inputs["images"]
+        made, size = np.empty(wanted.shape, dtype=wanted.dtype), wanted.shape[-2]
+        slow = []
+        for out, camera in zip(made, self._cameras, strict=True):
+            if camera is None:
+                out.fill(0 if out.dtype == np.uint8 else images.BLACK)
+                continue
+            fill = partial(self._fill, out, seen.images[camera], self._turned[camera])
+            if seen.images[camera].shape[:2] == (size, size):
+                fill()
+            else:
+                slow.append(fill)
+        images.at_once(slow)
+        return made
+
+    def _fill(self, out: NDArray[Any], image: U8, rotation_deg: int) -> None:
+        if out.dtype == np.uint8:
+            images.pixels(image, out, rotation_deg=rotation_deg)
+        else:
+            images.planes(image, out.shape[-1], resize=self._model.resize, rotation_deg=rotation_deg, out=out)
 
     def _reference(self, state: F64) -> F64:
         """[A] policy units: what is added to the model's actions; 0 where they are absolute."""

@@ -1,4 +1,4 @@
-"""This machine in words, for records and recordings."""
+"""This machine: what there is of it, and in words for records and recordings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host() -> str:

@@ -227,9 +227,9 @@ class Policy:
         started = time.monotonic_ns()
         adapter = self._adapter(request)
         actions = adapter.decode(result.actions, request)
-        bad = np.argwhere(~np.isfinite(actions))
-        if bad.size:
-            step, column = (int(index) for index in bad[0])
+        finite = np.isfinite(actions)
+        if not finite.all():
+            step, column = (int(index) for index in np.argwhere(~finite)[0])
             name = adapter.robot.action_names[column]
             return RefusalError(
                 Refusal.NOT_FINITE,

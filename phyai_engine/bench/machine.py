@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from phyai_engine.host import processor
+from phyai_engine.host import cores, processor
 
 _KIB = 1024
 
@@ -59,11 +59,6 @@ def environment(device: str, kernels: Mapping[str, str]) -> Environment:
         commit=_commit(Path(__file__).resolve().parents[2]),
         kernels=dict(kernels),
     )
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load_warning() -> str:

@@ -10,7 +10,6 @@ from msgspec import Struct
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from phyai_engine.bench.machine import cores
 from phyai_engine.clocks import device_of
 from phyai_engine.config import ModelConfig, RobotConfig, load_robot, resolve
 from phyai_engine.errors import ConfigError
@@ -25,6 +24,7 @@ from phyai_engine.evaluate.run_folder import IN_PROCESS, Run, RunFolder
 from phyai_engine.evaluate.scores import Summary, summarise
 from phyai_engine.evaluate.simulators import Setup, play_all, smoke
 from phyai_engine.evaluate.table import table
+from phyai_engine.host import cores
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.runner import BUCKETS
 from phyai_engine.weights.checkpoint import model_from

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from phyai_kernels import backward, reference
 from phyai_kernels.reference import Norm
@@ -31,7 +32,7 @@ from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms,
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
 from phyai_engine.models.pi_coded import check_device, code, coded_shapes
 from phyai_engine.models.pi_compact import BatchShape, arrange
-from phyai_engine.models.pi_options import PiOptions
+from phyai_engine.models.pi_options import PiOptions, images_of
 from phyai_engine.models.pi_work import phase_work
 from phyai_engine.types import BufferSpec, ModelSpec
 from phyai_engine.weights.header import Shape, stored_tensors
@@ -174,6 +175,8 @@ class PiModel(nn.Module):
         if options.variant != config.family:
             raise ConfigError("options.variant contradicts the family", got=options.variant, wanted=config.family)
         device = device_of(config.device)
+        if "images" not in config.options:
+            options = structs.replace(options, images=images_of(config.resize, device.type))
         check_device(options, device)
         if not config.checkpoint:
             return cls.random(options, config.seed, device=device)
@@ -296,7 +299,7 @@ class PiModel(nn.Module):
 
         Waits for the device once, to learn which cameras are there and how long the longest row is.
 
-        :param inputs: ``images`` [B,C,3,h,w] in [-1,1], ``image_mask`` [B,C], ``tokens`` [B,P],
+        :param inputs: ``images`` [B,C,3,h,w] in [-1,1] or bytes [B,C,h,w,3], ``image_mask`` [B,C], ``tokens`` [B,P],
             ``token_mask`` [B,P], and for pi0 ``state`` [B,A].
         :param on_phase: told ``vision`` and ``prefix``.
         """

@@ -137,7 +137,7 @@ def calibrate(model: PiModel, rows: Sequence[Row], made: str) -> ActivationScale
 
 
 def synthetic_row(options: PiOptions, seed: int) -> Row:
-    """Noise in front of every camera and a full prompt of random tokens."""
+    """Noise in front of every camera, as planes, which every form of the model encodes, and a full random prompt."""
     draw, o = np.random.default_rng(seed), options
     count, chunk = len(o.cameras), (o.action_horizon, o.action_dim)
     inputs = {

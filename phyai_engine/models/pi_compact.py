@@ -94,10 +94,10 @@ def captured_shapes(options: PiOptions, batches: Sequence[int]) -> list[BatchSha
 
 def staged(options: PiOptions, shape: BatchShape) -> dict[str, BufferSpec]:
     """What a batch of that shape brings to the device, whole shapes."""
-    size, (batch, images, length) = options.image_size, shape
+    image, (batch, images, length) = options.image, shape
     prefix = len(options.cameras) * options.image_tokens + options.prompt_len
     specs = {
-        "images": BufferSpec((images, 3, size, size), "float32"),
+        "images": BufferSpec((images, *image.shape), image.dtype),
         "tokens": BufferSpec((batch, options.prompt_len), "int64"),
         "source": BufferSpec((batch, length), "int64"),
         "valid": BufferSpec((batch,), "int64"),

@@ -11,6 +11,7 @@ from phyai_engine.types import BufferSpec, ModelSpec
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
+Images = Literal["bytes", "planes"]
 
 
 class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -18,6 +19,8 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     :param vis_width: ``vis_*`` are SigLIP's, ``width mlp`` the prefix stack's, ``exp_*`` the action expert's;
         ``depth heads kv_heads head_dim`` hold for both stacks.
+    :param images: how the model takes them: ``bytes`` [s, s, 3], which it brings to [-1, 1] where it computes, or
+        ``planes`` [3, s, s] of float32 that are so already. A model file that does not say gets ``images_of``.
     :param prompt_len: P, tokens of the padded prompt (released pi0: 48). :param image_size: pixels, square.
     :param cameras: roles in the order in which they enter the prefix.
     :param dtype: of the towers' matrices and activations; norms, action heads and the actions stay float32.
@@ -54,6 +57,7 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt_len: Count = 200
     rope_theta: Annotated[float, Meta(gt=1)] = 10000.0
     image_size: Count = 224
+    images: Images = "planes"
     patch: Count = 14
     cameras: Annotated[tuple[str, ...], Meta(min_length=1)] = (
         "base_0_rgb",
@@ -96,15 +100,23 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return (self.image_size // self.patch) ** 2
 
     @property
+    def image(self) -> BufferSpec:
+        """One camera's."""
+        size = self.image_size
+        if self.images == "bytes":
+            return BufferSpec((size, size, 3), "uint8")
+        return BufferSpec((3, size, size), "float32")
+
+    @property
     def state_tokens(self) -> int:
         """Tokens between prefix and actions: pi0 has one for the state."""
         return 1 if self.variant == "pi0" else 0
 
     def spec(self) -> ModelSpec:
         """What a model of these options declares to the runner and the adapter."""
-        cameras, size = len(self.cameras), self.image_size
+        cameras = len(self.cameras)
         inputs = {
-            "images": BufferSpec((cameras, 3, size, size), "float32"),
+            "images": BufferSpec((cameras, *self.image.shape), self.image.dtype),
             "image_mask": BufferSpec((cameras,), "bool"),
             "tokens": BufferSpec((self.prompt_len,), "int64"),
             "token_mask": BufferSpec((self.prompt_len,), "bool"),
@@ -120,3 +132,12 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             cameras=self.cameras,
             vocabulary=self.vocab,
         )
+
+
+def images_of(resize: str, device: str) -> Images:
+    """How images come to the model: as bytes where the resampler ends in them, a quarter of what planes are.
+
+    :param resize: of the model file. :param device: torch's word. On an accelerator planes stay until bytes have been
+        timed there; the actions are the same.
+    """
+    return "bytes" if resize == "pillow" and device == "cpu" else "planes"

@@ -39,6 +39,17 @@ def check_fit(robot: RobotConfig, spec: ModelSpec, inputs: Iterable[str]) -> Non
         )
 
 
+def check_images(spec: ModelSpec, resize: str) -> None:
+    """:raises ConfigError: the model takes bytes, and the resampler does not end in any."""
+    if "images" in spec.inputs and spec.inputs["images"].dtype == "uint8" and resize != "pillow":
+        raise ConfigError(
+            f"model {spec.family} takes images of bytes, which this resampler would have to round",
+            got=f"resize: {resize}",
+            wanted="resize: pillow",
+            do="Give the model `options: {images: planes}`, or another `resize`.",
+        )
+
+
 def check_prompt(config: PromptConfig, vocabulary: int, robot: RobotConfig, spec: ModelSpec) -> None:
     """:param vocabulary: of the tokenizer.
 
@@ -153,9 +164,9 @@ def check_vectors(rows: Floats, names: tuple[str, ...], what: str) -> None:
             got=list(rows.shape),
             wanted=f"[n, {len(names)}] for {', '.join(names)}",
         )
-    bad = np.argwhere(~np.isfinite(rows))
-    if bad.size:
-        row, column = bad[0]
+    finite = np.isfinite(rows)
+    if not finite.all():
+        row, column = np.argwhere(~finite)[0]
         raise RefusalError(
             Refusal.NOT_FINITE,
             f"{what}: {names[column]} is not finite",

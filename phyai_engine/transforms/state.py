@@ -7,11 +7,15 @@ import numpy as np
 from phyai_engine.transforms.normalise import Floats
 from phyai_engine.types import F32
 
+_EDGES = np.linspace(-1.0, 1.0, 257)[:-1]
+_EDGES.flags.writeable = False
+
 
 def pad(values: Floats, size: int) -> F32:
     """[..., n] -> [..., size] float32, zeros at the end. :raises ValueError: if n > size."""
-    missing = size - values.shape[-1]
-    return np.pad(values.astype(np.float32), [(0, 0)] * (values.ndim - 1) + [(0, missing)])
+    padded = np.zeros((*values.shape[:-1], size), dtype=np.float32)
+    padded[..., : values.shape[-1]] = values
+    return padded
 
 
 def bins(state: Floats) -> tuple[int, ...]:
@@ -21,5 +25,4 @@ def bins(state: Floats) -> tuple[int, ...]:
 
     :param state: [n]; padded only where the checkpoint was trained so.
     """
-    edges = np.linspace(-1.0, 1.0, 257)[:-1]
-    return tuple(int(b) for b in np.digitize(state, edges) - 1)
+    return tuple((np.searchsorted(_EDGES, state, side="right") - 1).tolist())

@@ -94,6 +94,7 @@ def figures(name: str, runs: list[dict[str, float]], wanted: float) -> tuple[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=200, help="runs of each row")
+    parser.add_argument("--images", choices=("planes", "bytes"), default="planes", help="how the model takes them")
     chosen = options(parser)
     if not torch.cuda.is_available():
         print("no CUDA device")
@@ -111,7 +112,8 @@ def main() -> int:
     for variant in ("pi05", "pi0"):
         cases = [case for case in CASES if case[0] == variant]
         began = time.perf_counter()
-        o = PiOptions(variant=variant, dtype="bfloat16", prompt_len=max(prompt for *_, prompt, _ in cases))
+        longest = max(prompt for *_, prompt, _ in cases)
+        o = PiOptions(variant=variant, dtype="bfloat16", prompt_len=longest, images=chosen.images)
         model = gpu_model.full_size(o)
         held.append((f"{variant}: draw weights and check the operators", f"{time.perf_counter() - began:.1f} s", None))
         shapes = {BatchShape(1, cameras, cameras * o.image_tokens + prompt) for _, cameras, prompt, _ in cases}
@@ -143,7 +145,7 @@ def main() -> int:
         "copy out",
         "wanted",
     )
-    show(f"gpu: one chunk, bf16, {where}", columns, table, log=chosen.log)
+    show(f"gpu: one chunk, bf16, images as {chosen.images}, {where}", columns, table, log=chosen.log)
     return code
 
 

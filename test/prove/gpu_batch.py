@@ -136,16 +136,19 @@ def _memory() -> Sequence[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--only", choices=("mixed", "many"), help="one part of the proof")
     chosen = options(parser)
     where, held = gpu_model.gpu_or_leave(), []
-    for variant, dtype in (("pi05", "float32"), ("pi05", "bfloat16"), ("pi0", "float32")):
+    models = (("pi05", "float32"), ("pi05", "bfloat16"), ("pi0", "float32")) if chosen.only != "many" else ()
+    for variant, dtype in models:
         model = gpu_model.full_size(PiOptions(variant=variant, dtype=dtype, prompt_buckets=(48,)))
         for mode in MODES if variant == "pi05" else MODES[:1]:
             held += mixed(model, mode)
         del model
         torch.cuda.empty_cache()
-    few = PiOptions(variant="pi0", dtype="bfloat16", vis_depth=2, depth=2, num_steps=4, prompt_buckets=(48,))
-    held += many(few, chosen.requests)
+    if chosen.only != "mixed":
+        few = PiOptions(variant="pi0", dtype="bfloat16", vis_depth=2, depth=2, num_steps=4, prompt_buckets=(48,))
+        held += many(few, chosen.requests)
     return conclude(f"gpu: batches and many requests, {where}", held, log=chosen.log)
 
 

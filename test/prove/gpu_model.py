@@ -46,8 +46,10 @@ def row(
     draw = np.random.default_rng(seed)
     seen, horizon = np.array(cameras), options.action_horizon
     chunk = (horizon, options.action_dim)
+    image = (len(seen), *options.image.shape)
+    pixels = draw.integers(0, 256, image) if options.images == "bytes" else draw.uniform(-1, 1, image)
     inputs = {
-        "images": draw.uniform(-1, 1, (len(seen), 3, options.image_size, options.image_size)).astype(np.float32),
+        "images": pixels.astype(options.image.dtype),
         "image_mask": seen,
         "tokens": draw.integers(0, options.vocab, options.prompt_len),
         "token_mask": np.arange(options.prompt_len) < prompt,

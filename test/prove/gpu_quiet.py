@@ -1,9 +1,8 @@
-"""How soon a cancelled chunk leaves the GPU quiet, what a graph each step costs, and the first chunk after a rest.
+"""How soon a cancelled chunk leaves the GPU quiet, and what a graph each step costs.
 
 1. T_quiet: from the cancellation, at a random moment of the chunk, until the device has nothing left to do; each step a
    graph of its own (the product), and all steps as one graph, which cannot be left.
 2. The whole chunk both ways, in turn.
-3. The first chunk after ten seconds without work, without and with something small that keeps the accelerator awake.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +27,6 @@ from phyai_engine.rtc import PLAIN
 from phyai_engine.runner import Runner
 from phyai_engine.types import CancelToken, Row
 
-REST_S = 10.0
 LONGEST = 1.02  # of the median of one graph for all steps
 
 
@@ -80,51 +77,9 @@ def quiet(runner: Runner, request: Row, n: int, chunk_ms: float) -> list[float]:
     return found
 
 
-def first_after_rest(runner: Runner, request: Row, awake: Callable[[], object] | None, every_s: float) -> list[float]:
-    """[ms] of the first five chunks after a rest. :param awake: called every so many seconds of it."""
-    for _ in range(50):
-        runner.run([request])
-    end = time.perf_counter() + REST_S
-    while (left := end - time.perf_counter()) > 0:
-        time.sleep(min(left, every_s) if awake else left)
-        if awake:
-            awake()
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        runner.run([request])
-        times.append((time.perf_counter() - began) * 1e3)
-    return times
-
-
-def rested(runner: Runner, request: Row, warm_ms: float, repeats: int) -> list[tuple[str, ...]]:
-    """The table of 3. of the module."""
-    captured = runner.graphs.shapes[0]  # type: ignore[union-attr]
-    vision = captured._phases[0][1]
-
-    def look() -> None:
-        vision.replay()
-        torch.cuda.synchronize()
-
-    ways: Sequence[tuple[str, Callable[[], object] | None, float]] = (
-        ("nothing", None, REST_S),
-        ("a chunk every 1 s", lambda: runner.run([request]), 1.0),
-        ("the vision graph every 1 s", look, 1.0),
-        ("the vision graph every 0.2 s", look, 0.2),
-    )
-    table = []
-    for name, awake, every_s in ways:
-        for _ in range(repeats):
-            times = first_after_rest(runner, request, awake, every_s)
-            then = ", ".join(f"{each:.2f}" for each in times[1:])
-            table.append((name, f"{times[0]:.2f}", f"{times[0] - warm_ms:+.2f}", then))
-    return table
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=1, help="rests of each kind; each takes ten seconds")
     chosen = options(parser)
     where = gpu_model.gpu_or_leave()
     model = gpu_model.full_size(PiOptions(dtype="bfloat16"))
@@ -144,9 +99,6 @@ def main() -> int:
     columns = ("steps", "ms a chunk", f"of one graph (<= {LONGEST})", "T_quiet ms")
     title = f"gpu: cancellation, pi0.5 3/200, bf16, n {chosen.n}, same bits: {same}, {where}"
     show(title, columns, table, log=chosen.log)
-    rest = rested(next(iter(named.values())), request, medians[0], chosen.repeats)
-    columns = (f"in {REST_S:.0f} s without requests", "first ms", "over the median", "the next four")
-    show(f"gpu: the first chunk after a rest, pi0.5 3/200, bf16, {where}", columns, rest, log=chosen.log)
     return 0 if held else 1
 
 

@@ -58,10 +58,10 @@ class Siglip(nn.Module):
     def forward(self, images: Tensor, ops: Ops) -> Tensor:
         """Tokens of a batch of images.
 
-        :param images: [N, 3, image_size, image_size] fp32 RGB in [-1, 1].
+        :param images: RGB as ``spread`` takes it, of image_size.
         :return: [N, tokens, width] in ``dtype``, patches row-major.
         """
-        embedded = ops.linear(self._patches(images), self.patch.weight, self.patch.bias)
+        embedded = ops.linear(self._patches(spread(images)), self.patch.weight, self.patch.bias)
         x = (embedded + self.position).to(self.dtype)
         added: tuple[Tensor, ...] = ()  # product and bias of the sub-layer before: the next norm adds them
         for layer in cast("Sequence[_Layer]", self.layers):
@@ -84,3 +84,14 @@ class Siglip(nn.Module):
         query, keys, values = split.permute(2, 0, 3, 1, 4)
         attended: Tensor = ops.attend(query, keys, values)
         return attended
+
+
+def spread(images: Tensor) -> Tensor:
+    """[N, 3, s, s] fp32 in [-1, 1]; planes are so already.
+
+    Bytes [N, s, s, 3] become value / 255 * 2 - 1 in the bits of transforms/image.py: halving the divisor is exact, and
+    it stands on the device, since CUDA divides by a host's number with its reciprocal.
+    """
+    if images.dtype != torch.uint8:
+        return images
+    return images.permute(0, 3, 1, 2) / images.new_full((), 127.5, dtype=torch.float32) - 1.0
