@@ -224,9 +224,10 @@ class Front:
         try:
             if session is not None:
                 session.seen_s = now_s
-                if reason := self._sessions.refused(session, size, now_s):
-                    self._figures.events["over the limits"] += 1
-                    raise ProtocolError(reason, where=f"robot {session.robot_id}")
+            robot_id = user if session is None else session.robot_id
+            if robot_id and (reason := self._sessions.refused(robot_id, size, now_s)):
+                self._figures.events["over the limits"] += 1
+                raise ProtocolError(reason, where=f"robot {robot_id}")
             message, arrays = decode(rest)
             self._on_message(peer, user, session, message, arrays)
         except ProtocolError as error:

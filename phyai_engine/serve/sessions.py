@@ -91,13 +91,13 @@ class Sessions:
         if self._by_robot.get(session.robot_id) is session:
             del self._by_robot[session.robot_id]
 
-    def refused(self, session: Session, size: int, now_s: float) -> str:
-        """Why a message of so many bytes is not taken from it, or ""."""
-        meter = self._meters.get(session.robot_id)
+    def refused(self, robot_id: str, size: int, now_s: float) -> str:
+        """Why a message of so many bytes is not taken from a robot, whether it has a session or not, or ""."""
+        meter = self._meters.get(robot_id)
         if meter is None:
             if len(self._meters) > 2 * len(self) + 64:  # of robots long gone
                 self._meters = {robot: meter for robot, meter in self._meters.items() if robot in self._by_robot}
-            meter = self._meters[session.robot_id] = Meter(self._limits, now_s)
+            meter = self._meters[robot_id] = Meter(self._limits, now_s)
         return meter.refused(size, now_s)
 
     def expired(self, expiry_s: float, now_s: float) -> list[Session]:

@@ -42,18 +42,9 @@ DENSE, POWERS = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 4, 8)
 START_STOP_S = 3.0  # of the processes of one run
 JPEG = 90
 COLUMNS = (
-    "point",
-    "n",
-    "total",
-    "serialise",
-    "network",
-    "queue",
-    "for rows",
-    "inference",
-    "rows",
-    "missed (upper 95 %)",
+    *("point", "n", "total", "serialise", "network", "queue", "for rows", "inference", "rows", "missed (upper 95 %)"),
+    *("not in host stalls", "in time /s", "busy", "cores: front, replicas, robots"),
 )
-COLUMNS += ("not in host stalls", "in time /s", "busy", "cores: front, replicas, robots")
 Row = tuple[str, str, "bool | None"]
 
 
@@ -104,10 +95,10 @@ class Proof:
             self.notes.append((what, figure, held))
             print(f"{time.strftime('%X')} {what}: {figure}", flush=True)
 
-    def attempt(self, name: str, work: Callable[[], Any]) -> Any:
+    def attempt(self, name: str, work: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """What ``work`` returns; None where it fails, which is said."""
         try:
-            return work()
+            return work(*arguments, **more)
         except Exception as error:
             missing = isinstance(error, TimeoutError)
             self.note(name, f"{type(error).__name__}: {error}"[:400], None if missing else False)
@@ -168,14 +159,14 @@ def overloads(proof: Proof, fleets: dict[str, Fleet], scale: int) -> None:
     for name in ("dense", "powers of two", "two replicas share it"):
         if (fleet := fleets.get(name)) is not None:
             label = f"{scale} robots, {FAST}: {name}"
-            proof.attempt(label, lambda f=fleet, n=label: proof.run(f, n, scale, FAST, proof.given.screen_s))
+            proof.attempt(label, proof.run, fleet, label, scale, FAST, proof.given.screen_s)
 
 
 def points(proof: Proof, fleet: Fleet, rate: Rate, counts: Sequence[int], where: str = "") -> None:
     """The points that were asked for."""
     for robots in counts:
         label = f"{robots} robots, {rate}{where}"
-        proof.attempt(label, lambda n=robots, t=label: proof.run(fleet, t, n, rate, proof.enough_s(n, rate)))
+        proof.attempt(label, proof.run, fleet, label, robots, rate, proof.enough_s(robots, rate))
 
 
 def most(proof: Proof, fleet: Fleet, rate: Rate, gpus: int) -> int:
@@ -207,28 +198,27 @@ def warm(proof: Proof, fleet: Fleet, gpus: int) -> None:
 
 def one_gpu(proof: Proof, fleets: dict[str, Fleet], rates: Sequence[Rate], found: dict[Any, int]) -> None:
     """Everything that one GPU is asked; ``fleets`` are its servers."""
-    for name, fleet in fleets.items():
-        proof.attempt(f"warm-up: {name}", lambda f=fleet: warm(proof, f, 1))
+    for name, each in fleets.items():
+        proof.attempt(f"warm-up: {name}", warm, proof, each, 1)
     if (fleet := fleets.get("dense")) is None:
         return
     if FAST in rates:
         overloads(proof, fleets, proof.given.overload)
     for rate in rates:
         points(proof, fleet, rate, proof.given.robots)
-        found[1, rate] = proof.attempt(f"1 GPU, {rate}: search", lambda r=rate: most(proof, fleet, r, 1)) or 0
+        found[1, rate] = proof.attempt(f"1 GPU, {rate}: search", most, proof, fleet, rate, 1) or 0
     if FAST in rates:
-        label = f"{proof.given.robots[0]} robots, {FAST}: JPEG {JPEG}"
         robots = proof.given.robots[0]
-        seconds = proof.enough_s(robots, FAST)
-        proof.attempt(label, lambda: proof.run(fleet, label, robots, FAST, seconds, jpeg_quality=JPEG))
+        label, seconds = f"{robots} robots, {FAST}: JPEG {JPEG}", proof.enough_s(robots, FAST)
+        proof.attempt(label, proof.run, fleet, label, robots, FAST, seconds, jpeg_quality=JPEG)
 
 
 def two_gpus(proof: Proof, fleet: Fleet, found: dict[Any, int]) -> None:
     """One server with a replica on each GPU, against one GPU."""
-    proof.attempt("warm-up: 2 GPUs", lambda: warm(proof, fleet, 2))
+    proof.attempt("warm-up: 2 GPUs", warm, proof, fleet, 2)
     robots = 2 * proof.given.overload
     label, single = f"{robots} robots, {FAST}: 2 GPUs", f"{proof.given.overload} robots, {FAST}: dense"
-    both = proof.attempt(label, lambda: proof.run(fleet, label, robots, FAST, proof.given.screen_s))
+    both = proof.attempt(label, proof.run, fleet, label, robots, FAST, proof.given.screen_s)
     if both is not None and single in proof.points:
         ratio = both["in_time_hz"] / proof.points[single]["in_time_hz"]
         proof.note(f"1 -> 2 GPUs: answers in time, overloaded (>= {SCALE})", f"{ratio:.2f}x", ratio >= SCALE)
@@ -242,7 +232,7 @@ def two_gpus(proof: Proof, fleet: Fleet, found: dict[Any, int]) -> None:
 
 def scaled(proof: Proof, fleet: Fleet, rate: Rate, found: dict[Any, int]) -> None:
     """Robots on both GPUs against robots on one."""
-    served, alone = proof.attempt(f"2 GPUs, {rate}: search", lambda: most(proof, fleet, rate, 2)), found.get((1, rate))
+    served, alone = proof.attempt(f"2 GPUs, {rate}: search", most, proof, fleet, rate, 2), found.get((1, rate))
     if served and alone:
         what = f"1 -> 2 GPUs: robots at <= {EPS:g} misses, {rate} (>= {SCALE})"
         proof.note(what, f"{alone} -> {served}, {served / alone:.2f}x", served / alone >= SCALE)
@@ -274,7 +264,7 @@ def started(given: argparse.Namespace, gpus: int) -> dict[tuple[int, str], Fleet
 def awaited(proof: Proof, fleets: dict[tuple[int, str], Fleet], stack: contextlib.ExitStack) -> None:
     """Wait for every server; one that does not start is taken out, and said."""
     for name, fleet in list(fleets.items()):
-        if proof.attempt(f"start of {name}", lambda f=fleet: stack.enter_context(f)) is None:
+        if proof.attempt(f"start of {name}", stack.enter_context, fleet) is None:
             del fleets[name]
             continue
         proof.note(f"ready: GPU {name[0]}, {name[1]}", f"{time.monotonic() - proof.end_s + proof.given.seconds:.0f} s")

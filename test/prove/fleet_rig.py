@@ -33,7 +33,14 @@ _SERVE = "import sys; sys.path.insert(0, {here!r}); from fleet_queues import ser
 
 def fixed_latency(*, cameras: int = 0, **options: float) -> dict[str, Any]:
     """Model file: 22 ms, and 1 ms for each further row."""
-    chosen = {"latency_ms": 22.0, "row_ms": 1.0, "num_steps": 2, "horizon": 8, "action_dim": 16, **options}
+    chosen: dict[str, Any] = {
+        "latency_ms": 22.0,
+        "row_ms": 1.0,
+        "num_steps": 2,
+        "horizon": 8,
+        "action_dim": 16,
+        **options,
+    }
     if cameras:
         chosen |= {"cameras": list(ROLES[:cameras]), "image_size": 224}
     return {"family": "fake", "normalisation": {"kind": "limits"}, "options": chosen}

@@ -45,9 +45,10 @@ def predicted(batch: str, rate: Rate, replicas: int, buckets: Sequence[int]) -> 
     def missed(robots: int) -> float:
         batcher = Batcher(buckets, LatencyModel([(n, takes_ms(n)) for n in buckets]))
         period_ms, budget_ms = 1e3 / rate.hz, rate.deadline_ms - AWAY_MS
-        return run_fleet(
+        outcome = run_fleet(
             batcher, robots=robots, period_ms=period_ms, budget_ms=budget_ms, replicas=replicas, takes_ms=takes_ms
-        ).miss_rate
+        )
+        return float(outcome.miss_rate)
 
     low, high = 1, 2
     while missed(high) <= EPS and high < 4096:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,7 +73,8 @@ def requests(robot: RobotConfig, count: int) -> Iterator[tuple[Request, bool]]:
     for i in range(1, count + 1):
         images = {camera.name: rng.integers(0, 256, CAMERA, dtype=np.uint8) for camera in robot.cameras}
         words = ("reach the goal", "push the block")[i // 8 % 2]
-        seen = Observation(images, state + rng.normal(0, 0.01, state.shape), np.zeros_like(state), words, 0, 0, 0, 0)
+        now_ns, moved = time.monotonic_ns(), state + rng.normal(0, 0.01, state.shape)
+        seen = Observation(images, moved, np.zeros_like(state), words, 0, 0, now_ns, now_ns)
         yield Request(1, i, seen, None, seed=i, remaining_ms=10_000.0), i % 2 == 0
 
 

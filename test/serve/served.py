@@ -19,6 +19,8 @@ import yaml
 import zmq
 
 from phyai_engine.serve import protocol as wire
+from phyai_engine.serve.auth import secure_client
+from phyai_engine.serve.keys import RobotKeys
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 40.0
@@ -121,10 +123,12 @@ class Served:
 class RawRobot:
     """A DEALER socket that sends whatever it is told."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: RobotKeys | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        if keys is not None:
+            secure_client(self.socket, keys)
         self.socket.connect(endpoint)
 
     def send(self, message: wire.Message, arrays: Any = None) -> None:

@@ -469,6 +469,14 @@ def test_keys_decide_who_a_robot_is(tmp_path: Path) -> None:
                 pass
             with pytest.raises(EngineTimeoutError, match="robots add"), policy(network, "r3", 0.5, keys=stranger):
                 pass
+            crowd = RawRobot(network.endpoint, pair)  # in, but it never says hello
+            for _ in range(300):
+                crowd.send(wire.Alive())
+            texts = (message.text for message in crowd.messages(10.0))  # type: ignore[union-attr]
+            assert "no session" in next(texts)
+            assert any("messages per second" in text for text in texts)
+            crowd.close()
+            time.sleep(0.5)
             with policy(network, "r1", keys=pair) as robot:
                 assert robot.infer(FRAMES, at_rest()).chunk.actions.size
                 keys.revoke_robot(folder, "r1")

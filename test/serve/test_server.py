@@ -272,11 +272,11 @@ def test_one_id_one_robot_and_a_reconnect_takes_over(serve: Open, make_request: 
 
 
 def test_alive_keeps_a_session(serve: Open, make_request: Make) -> None:
-    running = serve(expiry_s=0.7)
+    running = serve(expiry_s=1.5)
     one = running.robot()
     one.ready()
     for _ in range(5):
-        time.sleep(0.25)
+        time.sleep(0.35)
         one.send(wire.Alive())
     one.send(make_request(1, 1, images=False), remaining_ms=5000.0)
     assert isinstance(one.next(), wire.Reply)
