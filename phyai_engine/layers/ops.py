@@ -102,9 +102,9 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     **dict.fromkeys(
         ("attend", "attend_fp8"), lambda q, k, v, *_: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
     ),
-    "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None: (
-        *x.shape,
-        w[0].down.shape[1],
+    "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None, ends=None: (
+        *x.shape[:2],
+        *w[0].down.shape,
         heads,
         k.shape[2],
         k.shape[4],
@@ -116,6 +116,11 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
 def dims_of(op: str, args: Sequence[Any]) -> tuple[int, ...]:
     """What OpShape.dims holds of one call. :param args: as the operator is called."""
     return _CALLS[op](*args)
+
+
+def dtype_of(op: str, args: Sequence[Any]) -> torch.dtype:
+    """What OpShape.dtype holds of one call: a stack may be given actions in float32 and lead them into its stream."""
+    return (args[1][0].qkv if op == "stack" else args[0]).dtype  # type: ignore[no-any-return]
 
 
 class ByShape:
@@ -131,7 +136,7 @@ class ByShape:
 
     def __call__(self, *args: Any) -> Any:
         """As the operator."""
-        key = args[0].dtype, dims_of(self._op, args)
+        key = dtype_of(self._op, args), dims_of(self._op, args)
         if key not in self._table:
             self._table[key] = self._nearest(*key)
         return self._table[key](*args)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from phyai_kernels import reference
-from phyai_kernels.reference import LayerWeights, Norm
+from phyai_kernels.reference import Ends, LayerWeights, Norm
 from torch import Tensor
 
 # Allowed |error| as a part of the largest expected value. bfloat16 rounds to 2**-9 of a value, and again where the
@@ -35,8 +35,9 @@ def largest_error(
         for args in cases(op, dtype, dims, device, seed):
             wanted = _results(op, getattr(reference, op), _map(args, _widen))
             found = _results(op, candidate, _map(args, torch.clone))
-            for value, expected in zip(found, wanted, strict=True):
-                wanted_dtype = expected.dtype if expected.dtype == reference.FP8 else dtype
+            for i, (value, expected) in enumerate(zip(found, wanted, strict=True)):
+                wide = i == 0 and isinstance(args[-1], Ends)  # what leaves the stack is float32
+                wanted_dtype = expected.dtype if wide or expected.dtype == reference.FP8 else dtype
                 if value.shape != expected.shape or value.dtype != wanted_dtype:
                     return float("inf")
                 if not expected.numel():  # no query heads
@@ -172,7 +173,17 @@ def _stack(
     moved = [shift @ matrix.float().T for shift, matrix in zip(shifts, behind, strict=False)]
     gates = [draw.wide(width) for _ in plain]
     adaptive = zip((norm.scale for norm in plain), shifts, gates, [*moved, None], strict=True)
-    yield draw.x(batch, tokens, width), weights, tuple(Norm(*vectors) for vectors in adaptive), *rest
+    norms = tuple(Norm(*vectors) for vectors in adaptive)
+    yield draw.x(batch, tokens, width), weights, norms, *rest
+    yield _between_ends(draw, batch, tokens, width, weights, norms, *rest)
+
+
+def _between_ends(draw: _Draw, batch: int, tokens: int, width: int, *rest: Any) -> tuple[Any, ...]:
+    """``stack`` of as many actions as the released models have."""
+    actions = 32
+    into = draw.wide(width, actions, scale=actions**-0.5), draw.wide(width)
+    out_of = draw.wide(actions, width, scale=width**-0.5), draw.wide(actions)
+    return draw.wide(batch, tokens, actions), *rest, None, Ends(into, out_of)
 
 
 def _coded_product(draw: _Draw, rows: int, inputs: int, outputs: int) -> tuple[Tensor, ...]:
