@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(128 * GROUPS) attend(
     for (int i = 0; i < KEYS / 16; ++i) {
         u64 read = panels(v + part * (DIM / 64 / GROUPS) * KEYS * ROW + i * 2048, KEYS * ROW);
         if constexpr (GROUPS == 1)
-            Wide<DIM>::add(sum, share + 4 * i, read, i > 0);
+            Wide<DIM / GROUPS>::add(sum, share + 4 * i, read, i > 0);
         else
             Tall<DIM / GROUPS>::add(sum, panels(q + i / 4 * 64 * ROW + i % 4 * 32), read, i > 0);
     }

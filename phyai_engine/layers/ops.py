@@ -54,11 +54,12 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
     **{op: {"triton": f"phyai_kernels.{op}"} for op in DIMS},
     "rms_norm": {"triton": "phyai_kernels.rms_norm", "flashinfer": "phyai_kernels.flashinfer_rms_norm"},
     "gelu_mul": {"triton": "phyai_kernels.gelu_mul", "flashinfer": "phyai_kernels.flashinfer_gelu_mul"},
+    "linear_norm": {"triton": "phyai_kernels.linear_norm", "cublaslt": "phyai_kernels.cublaslt_linear_norm"},
     "stack": {"cuda": "phyai_kernels.stack"},
 }
 
 
-BY_NAME = frozenset({"cuda"})
+BY_NAME = frozenset({"cuda", "cublaslt"})
 """Kinds that serve only an operator for which a profile names them: not yet timed in whole requests."""
 
 

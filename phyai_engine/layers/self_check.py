@@ -33,8 +33,8 @@ def largest_error(
     worst = 0.0
     with torch.no_grad():
         for args in cases(op, dtype, dims, device, seed):
-            wanted = _results(op, getattr(reference, op), _map(args, _widen))
-            found = _results(op, candidate, _map(args, torch.clone))
+            wanted = _results(op, getattr(reference, op), map_tensors(args, widen))
+            found = _results(op, candidate, map_tensors(args, torch.clone))
             for i, (value, expected) in enumerate(zip(found, wanted, strict=True)):
                 wide = i == 0 and isinstance(args[-1], Ends)  # what leaves the stack is float32
                 wanted_dtype = expected.dtype if wide or expected.dtype == reference.FP8 else dtype
@@ -254,15 +254,16 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
 _SLABS = {"split_rotate": 2, "project_rotate": 3, "project_rotate_fp8": 5, "stack": 3}
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """Always a copy: the reference writes into its slabs, and the candidate must not find its work done."""
     return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor
 
 
-def _map(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+def map_tensors(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
     """Every tensor of the arguments changed, also inside a tuple, which keeps its names."""
     changed = [
-        change(arg) if isinstance(arg, Tensor) else _map(arg, change) if isinstance(arg, tuple) else arg for arg in args
+        change(arg) if isinstance(arg, Tensor) else map_tensors(arg, change) if isinstance(arg, tuple) else arg
+        for arg in args
     ]
     return type(args)(*changed) if hasattr(args, "_fields") else tuple(changed)
 

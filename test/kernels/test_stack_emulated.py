@@ -18,7 +18,7 @@ import torch
 from phyai_kernels import reference, wgmma
 from torch import Tensor
 
-from phyai_engine.layers.self_check import TOLERANCES, _map, _widen, cases, largest_error
+from phyai_engine.layers.self_check import TOLERANCES, cases, largest_error, map_tensors, widen
 
 HERE = Path(__file__).parent
 # batch, tokens, width, inner, heads, kv_heads, head_dim, columns: as small as the cuts below allow
@@ -49,7 +49,9 @@ class Emulator:
     def __init__(self, stack: Any, cuts: Sequence[Any], dims: Sequence[int], folder: Path) -> None:
         self.stack, self.seed = stack, 0
         _, _, width, inner, heads, _, dim, _ = dims
-        names = {name for cut in cuts for tall in (56, 64) for name in self._names(width, inner, heads * dim, tall, cut)}
+        names = {
+            name for cut in cuts for tall in (56, 64) for name in self._names(width, inner, heads * dim, tall, cut)
+        }
         self._places = {name: i for i, name in enumerate(sorted(names))}
         text = (HERE / "emulated.hpp").read_text(encoding="utf-8")
         for name in wgmma.FILES[1:]:
@@ -114,7 +116,7 @@ def emulator(stack: Any, cuts: dict[str, Any], tmp_path_factory: pytest.TempPath
     made = Emulator(stack, list(cuts.values()), DIMS, tmp_path_factory.mktemp("emulated"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stack.hopper, "load", made.load)
-        patch.setattr(stack.hopper, "kernel", lambda function, **sizes: stack.hopper.Kernel(function, **sizes))
+        patch.setattr(stack.hopper, "kernel", stack.hopper.Kernel)
         patch.setattr(stack.hopper, "launch", made.launch)
         patch.setattr(stack.hopper, "Map", Map)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -137,7 +139,7 @@ def test_no_order_of_threads_and_copies_matters(emulator: Emulator, cuts: dict[s
     """Two warpgroups and several turns; rows of two lengths, 60 in all; what stands beyond a length is NaN."""
     dims = (2, 30, *DIMS[2:])
     args = list(cases("stack", torch.bfloat16, dims, torch.device("cpu")))[-1]
-    wide = _map(args, _widen)
+    wide = map_tensors(args, widen)
     for slab in args[3:5]:
         for row, start in enumerate(args[5].tolist()):
             slab[:, row, :, start:] = float("nan")
