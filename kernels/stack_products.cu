@@ -36,6 +36,7 @@ struct Product {
             for (int stage = 0; stage < STAGES; ++stage) make_barrier(barriers + stage * 8, 2);  // its weights, its x
             make_barrier(sums(), 1);
             show_barriers();
+            publish();  // to the copy engine too, which is started before the threads meet
             for (int stage = 0; stage < STAGES; ++stage) expect(barriers + stage * 8, W_BYTES / STAGES);
             expect(sums(), CL * (last - first) * N * 4);
             fetch_map(x_map);

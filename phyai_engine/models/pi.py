@@ -365,7 +365,8 @@ class PiModel(nn.Module):
         else:
             x, _ = self._into(x, step, clean)
         ends = Ends(into, (self.action_out.weight, self.action_out.bias))
-        return self.expert(x, prefix.actions, self._norms(step, clean), self.ops, ends)
+        velocity: Tensor = self.expert(x, prefix.actions, self._norms(step, clean), self.ops, ends)
+        return velocity
 
     @torch.no_grad()
     def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -2,20 +2,20 @@
 //
 // The threads of one cluster are fibers that take turns in a random order. What the hardware does on its own time happens
 // here as late as it may: copies when they are waited for or at random, products when they are waited for. Shared memory
-// starts as NaN. A kernel that waits for what never comes, counts wrong bytes or leaves its memory ends the process.
+// starts as NaN. A kernel that waits for what never comes, counts wrong bytes or leaves its memory fails with a sentence.
 
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -35,12 +35,6 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { int x = 0, y = 0, z = 0; };
 struct Map { const uint16_t* at; int64_t rows, columns, box; };  // emulation.py fills it
-
-[[noreturn]] inline void fail(const char* what, long a = 0, long b = 0) {
-    std::fprintf(stderr, "emulated kernel: %s (%ld, %ld)\n", what, a, b);
-    std::fflush(stderr);
-    std::abort();
-}
 
 inline float as_float(u32 bits) { float v; std::memcpy(&v, &bits, 4); return v; }
 inline u32 as_bits(float v) { u32 bits; std::memcpy(&bits, &v, 4); return bits; }
@@ -100,6 +94,15 @@ struct Cluster {
     std::function<void()> entry;
 };
 inline Cluster* cluster;
+
+struct Failed {};
+inline std::string failure;  // of the last launch, empty where there is none
+
+[[noreturn]] inline void fail(const char* what, long a = 0, long b = 0) {
+    failure = std::string(what) + " (" + std::to_string(a) + ", " + std::to_string(b) + ")";
+    if (cluster->now) swapcontext(&cluster->now->context, &cluster->scheduler);  // for good
+    throw Failed{};
+}
 
 #define threadIdx (cluster->now->index)
 #define blockIdx (cluster->now->block->index)
@@ -312,6 +315,8 @@ inline void run_cluster() {
             if (thread->done || (thread->may && !thread->may())) continue;
             moved = true, thread->may = nullptr, c.now = thread;
             swapcontext(&c.scheduler, &thread->context);
+            c.now = nullptr;
+            if (!failure.empty()) throw Failed{};
             left -= thread->done;
         }
         std::vector<std::function<void()>> later;
@@ -333,7 +338,9 @@ inline void run_cluster() {
         for (auto& [at, barrier] : block.barriers) if (!barrier.done) fail("a barrier was never through", at, barrier.missing);
 }
 
-inline void launch(const std::function<void()>& entry, Index grid, int threads, int size, int shared, u32 seed) {
+// :return: why it failed, null where it did not.
+inline const char* launch(const std::function<void()>& entry, Index grid, int threads, int size, int shared, u32 seed) {
+    failure.clear();
     for (int y = 0; y < grid.y; ++y)
         for (int x = 0; x < grid.x; x += size) {
             Cluster made;
@@ -352,6 +359,11 @@ inline void launch(const std::function<void()>& entry, Index grid, int threads, 
                     makecontext(&thread.context, enter_thread, 0);
                 }
             }
-            run_cluster();
+            try {
+                run_cluster();
+            } catch (Failed) {
+                return failure.c_str();
+            }
         }
+    return nullptr;
 }

@@ -60,8 +60,8 @@ class Emulator:
         entries = ", ".join(f"[](void** args) {{ call({name}, args); }}" for name in self._places)
         text += f"""
             void (*kernels[])(void**) = {{{entries}}};
-            extern "C" void start(int kernel, void** args, int x, int y, int threads, int size, int shared, int seed) {{
-                launch([=] {{ kernels[kernel](args); }}, {{x, y, 1}}, threads, size, shared, seed);
+            extern "C" const char* start(int kernel, void** args, int x, int y, int threads, int size, int shared, int seed) {{
+                return launch([=] {{ kernels[kernel](args); }}, {{x, y, 1}}, threads, size, shared, seed);
             }}
         """
         (folder / "kernels.cpp").write_text(text, encoding="utf-8")
@@ -69,6 +69,7 @@ class Emulator:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:3000]
         self._start = ctypes.CDLL(str(folder / "kernels.so")).start
+        self._start.restype = ctypes.c_char_p
 
     def _names(self, width: int, inner: int, queries: int, tall: int, cuts: Any) -> Iterator[str]:
         found = self.stack.expressions(width, inner, queries, tall, cuts)
@@ -81,7 +82,9 @@ class Emulator:
     def launch(self, kernel: Any, grid: tuple[int, int], args: Sequence[Any]) -> None:
         held = [self.stack.hopper._argument(arg) for arg in args]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
-        self._start(kernel.function, addresses, *grid, kernel.threads, kernel.cluster, kernel.shared, self.seed)
+        sizes = kernel.threads, kernel.cluster, kernel.shared
+        why = self._start(kernel.function, addresses, *grid, *sizes, self.seed)
+        assert why is None, why.decode()
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,8 @@ class Layers:
             table = _stamps(modules[found[name][0]])
             last, middle = table.max(0), np.median(table, 0)
             begin = before if before is not None else last[2] - 500
-            figures = " ".join(f"{(last[i] - begin) / 1e3:.1f}({(middle[i] - begin) / 1e3:.1f})" for i in range(2, 7))
+            pairs = (((each[i] - begin) / 1e3 for each in (last, middle)) for i in range(2, 7))
+            figures = " ".join(f"{late:.1f}({median:.1f})" for late, median in pairs)
             text.append(f"{name} {figures}")
             before = last[6]
         return "; ".join(text)
