@@ -150,7 +150,8 @@ def end_kernels(actions: int, width: int, device: int) -> EndKernels:
 def ends_fit(ends: Ends, width: int) -> bool:
     """Whether enter and leave take them: a thread of leave holds actions * width / 256 values."""
     actions = len(ends.out_of[1])
-    return actions in (8, 16, 32) and width % 1024 == 0 and actions * width <= 32 * 1024
+    alike = ends.into is None or ends.into[0].shape[1] == actions
+    return alike and actions in (8, 16, 32) and width % 1024 == 0 and actions * width <= 32 * 1024
 
 
 def stack(

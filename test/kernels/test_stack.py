@@ -173,9 +173,9 @@ def test_what_it_does_not_take_goes_to_the_other_operators_or_is_refused(cuda: t
     fused = importlib.import_module("phyai_kernels.stack").stack
     args = list(cases("stack", torch.bfloat16, (2, 40, *EXPERT[2:], 300), cuda))[-1]
     called = []
-    names = ("ada_rms_norm", "project_rotate", "attend", "linear_norm", "gated_up")
+    names = ("ada_rms_norm", "project_rotate", "attend", "linear_norm", "gated_up", "linear")
     ops = SimpleNamespace(**{name: _noted(called, name) for name in names})
-    fused(*args, ops)
+    fused(*args[:9], ops, args[-1])
     assert set(called) == set(names)
     few = list(cases("stack", torch.bfloat16, (*EXPERT, 300), cuda))[-1]
     x, weights, norms, *rest = few

@@ -60,7 +60,8 @@ class Emulator:
         entries = ", ".join(f"[](void** args) {{ call({name}, args); }}" for name in self._places)
         text += f"""
             void (*kernels[])(void**) = {{{entries}}};
-            extern "C" const char* start(int kernel, void** args, int x, int y, int threads, int size, int shared, int seed) {{
+            extern "C" const char* start(
+                int kernel, void** args, int x, int y, int threads, int size, int shared, int seed) {{
                 return launch([=] {{ kernels[kernel](args); }}, {{x, y, 1}}, threads, size, shared, seed);
             }}
         """

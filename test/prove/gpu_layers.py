@@ -99,9 +99,8 @@ class Layers:
     def chain_us(self) -> tuple[float, float]:
         """The Triton chain's: a layer, a whole step with both ends."""
         step = (*self.deep_between[:9], self.triton, self.deep_between[10])
-        return replay_us(lambda: reference.stack(*self.deep, self.triton)) / DEPTH, replay_us(
-            lambda: reference.stack(*step)
-        )
+        layers = replay_us(lambda: reference.stack(*self.deep, self.triton))
+        return layers / DEPTH, replay_us(lambda: reference.stack(*step))
 
     def _run(self, args: tuple[Any, ...], cuts: Any) -> Tensor:
         found = stack.stack(*map_tensors(args, torch.clone), cuts=cuts)
@@ -124,8 +123,8 @@ class Layers:
         return layers / DEPTH, replay_us(lambda: stack.stack(*self.deep_between, cuts=cuts))
 
     def stamps(self, cuts: Any) -> str:
-        """Of the last layer's kernels, us from the last block of the kernel in front: the last block's waits' end, rows,
-        product, sums, end; in brackets its middle block's.
+        """Of the last layer's kernels, us from the end of the kernel in front: the wait's end, first rows, product,
+        sums, end; of the last block, in brackets of the middle one.
         """
         modules: dict[str, Any] = {}
 
@@ -167,7 +166,7 @@ def triton_operators() -> Any:
 
 
 def blas_us(rows: int, inputs: int) -> str:
-    """linear_norm to 2048 outputs with cuBLAS' and with cuBLASLt's product; weights in turn, so that no cache has them."""
+    """linear_norm to 2048 outputs with cuBLAS' and with cuBLASLt's product; weights take turns past the cache."""
     shape = OpShape("linear_norm", torch.bfloat16, (rows, inputs, 2048))
     forms = {"cublas": linear_norm.linear_norm, "cublaslt": cublaslt_linear_norm.linear_norm}
     trials = [attempt(shape, kind, lambda form=form: form, torch.device("cuda")) for kind, form in forms.items()]

@@ -103,8 +103,8 @@ def blas(_: argparse.Namespace) -> Iterator[Row]:
     from gpu_layers import blas_us
 
     for rows in (712, 784, 832, 968):
-        for inputs in (16384, 2048):
-            yield f"linear_norm {rows} x {inputs} -> 2048, cuBLAS / cuBLASLt, us", blas_us(rows, inputs), None
+        text = "; ".join(f"from {inputs}: {blas_us(rows, inputs)}" for inputs in (16384, 2048))
+        yield f"linear_norm of {rows} rows to 2048, us, cuBLAS / cuBLASLt", text, None
 
 
 def requests(chosen: argparse.Namespace) -> Iterator[Row]:
@@ -120,8 +120,9 @@ def requests(chosen: argparse.Namespace) -> Iterator[Row]:
     for name in (BOUND, "stack", "stack, cuBLASLt"):
         gpu_layers.bind(model, name, cuts_of(chosen.form))
         found[name] = gpu_layers.captured(model, cases)
-        for what, text, held in gpu.check(model, found[name], [case[1:3] for case in cases]):
-            yield f"{what}; {name}", text, held
+        checks = gpu.check(model, found[name], [case[1:3] for case in cases])
+        text = "; ".join(f"{what.partition(': ')[2]}: {text}" for what, text, _ in checks)
+        yield f"{chosen.part} {name}", text, all(held for *_, held in checks)
     for _, cameras, prompt, wanted in cases:
         asked = gpu.request(o, 5, cameras, prompt)
         plain = gpu.chunk(model, asked, found[BOUND])
