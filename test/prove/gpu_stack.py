@@ -29,7 +29,7 @@ from evidence import conclude
 
 Row = tuple[str, str, bool | None]
 FORMS = ("one warpgroup in attention", "two", "two, x of gate/up in turns", "two, QKV 128 wide")
-PARTS = {"compile": 45, "chain": 30, **dict.fromkeys(FORMS, 25), "blas": 25, "pi05": 120, "pi0": 60, "profile": 20}
+PARTS = {"compile": 30, "chain": 35, **dict.fromkeys(FORMS, 20), "blas": 20, "pi05": 120, "pi0": 60, "profile": 15}
 """Part -> its limit [s]. A form's part measures the form."""
 WIDTH, INNER, QUERIES, ACTIONS = 1024, 4096, 2048, 32
 BOUND = "as bound"
