@@ -1,13 +1,8 @@
-// What CUDA C++ kernels for Hopper share. No header is needed; hopper.py compiles it in front of a kernel, with the structs
-// Mma<N> and Wide, one matrix instruction per width.
+// Hopper's instructions as functions: all that says `asm`. What is made of them needs no more than C++, and can be run on a
+// host. wgmma.py has the matrix instructions, one struct per width; the program starts with them.
 //
 // Every kernel is started while the one in front still runs: it brings what nobody writes, its weights, into shared
 // memory, and only then waits for what the one in front computed. A kernel that has ended has waited for all before it.
-
-using u16 = unsigned short;
-using i64 = long long;
-
-constexpr int ROW = 128;  // bytes of a row in a panel: 64 values, the width of the hardware's widest swizzle
 
 __device__ __forceinline__ u32 shared_at(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -31,7 +26,10 @@ __device__ __forceinline__ u32 in_block(u32 at, int rank) {
 
 // --- barriers that count bytes ---
 
-__device__ __forceinline__ void make_barrier(u32 at) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory"); }
+// :param arrivals: calls of expect() that it waits for.
+__device__ __forceinline__ void make_barrier(u32 at, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
 __device__ __forceinline__ void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
@@ -49,6 +47,9 @@ __device__ __forceinline__ void wait_bytes(u32 barrier) {  // of a barrier's fir
 struct alignas(64) Map {  // the driver's description of a matrix in memory
     u64 opaque[16];
 };
+
+// A copy's first use of a map waits for its description to come from memory.
+__device__ __forceinline__ void fetch_map(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // A box of a matrix, 64 columns wide, into a panel. :param column, row: its corner.
 __device__ __forceinline__ void bring(u32 to, const Map& map, int column, int row, u32 barrier) {
@@ -87,6 +88,12 @@ __device__ __forceinline__ uint4 read16(u32 at) {
     return v;
 }
 
+__device__ __forceinline__ void write1(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+
+__device__ __forceinline__ void clear16(u32 at) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+}
+
 // Into another block's shared memory, whose barrier counts it: a one-way trip, where a barrier of the cluster would wait for
 // the stores to be acknowledged. :param at, barrier: as in_block gives them.
 __device__ __forceinline__ void send2(u32 at, float a, float b, u32 barrier) {
@@ -106,15 +113,6 @@ __device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Descriptor of swizzled panels: one group of 8 rows is 1024 bytes from the next. Where the panels' 64 values go along the
-// product's inner axis `far` is not read; where along its outer axis, it is the bytes from one panel to the next.
-__device__ __forceinline__ u64 panels(u32 at, u32 far = 16) {
-    return static_cast<u64>((at & 0x3ffff) >> 4) | (static_cast<u64>(far >> 4) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
-}
-
-// Where 16-byte chunk c of row r stands in panels of `rows` rows.
-__device__ __forceinline__ u32 chunk_at(int rows, int r, int c) { return (c >> 3) * rows * ROW + r * ROW + (((c & 7) ^ (r & 7)) << 4); }
-
 // --- numbers ---
 
 __device__ __forceinline__ u32 pack(float low, float high) {  // two bfloat16, rounded to nearest even
@@ -123,14 +121,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {  // two bfloat16, r
     return both;
 }
 
-__device__ __forceinline__ float low_of(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
-__device__ __forceinline__ float rounded(float v) { return low_of(pack(v, 0.0f)); }
-
 __device__ __forceinline__ float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-
-__device__ __forceinline__ float4 load4(const float* at) { return *reinterpret_cast<const float4*>(at); }

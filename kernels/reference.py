@@ -7,7 +7,7 @@ Every fused form is a file of the operator's name beside this one, with a functi
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,17 @@ class Norm(NamedTuple):
     shift: Tensor | None = None
     gate: Tensor | None = None
     moved: Tensor | None = None
+
+
+class Ends(NamedTuple):
+    """Affine maps on both sides of a stack: weight and bias, fp32.
+
+    :param into: [width, A] and [width]; None where the stack is given the stream itself.
+    :param out_of: [A, width] and [A].
+    """
+
+    into: tuple[Tensor, Tensor] | None
+    out_of: tuple[Tensor, Tensor]
 
 
 class LayerWeights(NamedTuple):
@@ -218,16 +229,20 @@ def stack(
     table: tuple[Tensor, Tensor],
     heads: int,
     ops: Any = None,
+    ends: Ends | None = None,
 ) -> Tensor:
     """Decoder layers, and the norm behind the last.
 
-    :param x: [B, S, width]. :param norms: 2i is layer i's before attention, 2i+1 before the MLP; one more than that.
+    :param x: [B, S, width], and [B, S, A] fp32 where ``ends`` leads into the stream.
+    :param norms: 2i is layer i's before attention, 2i+1 before the MLP; one more than that.
     :param keys, values: [depth, B, kv, C, D], written in place. :param lengths: [B] int64, columns that row b sees, its
         own tokens included. :param start, table, heads: as ``project_rotate`` has them.
     :param ops: implementations of the operators that it calls, by name; this module's unless given.
-    :return: like x
+    :return: [B, S, width]; with ``ends`` [B, S, A] fp32
     """
     ops = ops or sys.modules[__name__]
+    if ends is not None:
+        return around(stack, ends, ops, x, weights, norms, keys, values, start, lengths, table, heads)
     scale, shift = norms[0][:2]
     _, normed = ops.rms_norm(x, scale) if shift is None else ops.ada_rms_norm(x, scale, shift)
     for i, layer in enumerate(weights):
@@ -239,6 +254,14 @@ def stack(
         inner = ops.gated_up(normed, layer.gate_up)
         x, normed = ops.linear_norm(inner, layer.down, x, behind.scale, behind.shift, between.gate)
     return normed
+
+
+def around(layers: Callable[..., Tensor], ends: Ends, ops: Any, x: Tensor, weights: Any, *rest: Any) -> Tensor:
+    """Layers with both affine maps as operators of their own. :param rest: what ``stack`` takes between both."""
+    if ends.into is not None:
+        x = ops.linear(x, *ends.into).to(weights[0].qkv.dtype)
+    out: Tensor = ops.linear(layers(x, weights, *rest, ops).float(), *ends.out_of)
+    return out
 
 
 # --- products of eight bits ---

@@ -1,4 +1,4 @@
-"""All layers of an action expert on Hopper, five launches each: hopper.cuh, stack_products.cu and stack_attend.cu.
+"""All layers of an action expert on Hopper, five launches each: stack_products.cu, stack_attend.cu and stack_ends.cu.
 
 Separate kernels in Triton take eight launches a layer: attention's spans, and the sums of products whose inputs are
 cut, go through the L2 cache into a second kernel, and each norm is a part of one. Here the blocks of one cluster add
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from phyai_kernels import hopper, reference
-from phyai_kernels.reference import EPS, LayerWeights, Norm
+from phyai_kernels.reference import EPS, Ends, LayerWeights, Norm
 from phyai_kernels.rms_norm import norm_rows
 from phyai_kernels.tiles import check_launch
+from phyai_kernels.wgmma import source
 from torch import Tensor
 
 MOST_ROWS = 64
@@ -36,61 +36,25 @@ class Cut(NamedTuple):
     turns: int = 1
 
 
+class AttendCut(NamedTuple):
+    """How attention is cut: blocks of a cluster, columns of a block, warpgroups of a block."""
+
+    blocks: int
+    columns: int
+    groups: int = 1
+
+
 class Cuts(NamedTuple):
-    """Of one layer. :param attend: blocks of a cluster and columns of a block."""
+    """Of one layer."""
 
     project: Cut = Cut(64, 4)
-    attend: tuple[int, int] = (16, 64)
+    attend: AttendCut = AttendCut(16, 64)
     o: Cut = Cut(64, 4)
     gated: Cut = Cut(128, 2, 2)
     down: Cut = Cut(72, 8)
 
 
 MEASURED = Cuts()
-
-
-def matrix_instruction(width: int) -> str:
-    """C++: sum[64, width] += A[64, 16] @ B[16, width], both swizzled panels in shared memory, inner axis contiguous."""
-    count = width // 2
-    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
-    return f"""
-template <> struct Mma<{width}> {{
-    static __device__ __forceinline__ void add(float (&sum)[{count}], u64 a, u64 b, int more) {{
-        asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
-            "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {_registers(count)}, %{count}, %{count + 1}, "
-            "p, 1, 1, 0, 0;}}" : {outputs} : "l"(a), "l"(b), "r"(more));
-    }}
-}};
-"""
-
-
-def wide_instruction(width: int) -> str:
-    """C++: the same with A [64, 16] in registers, and B's outer axis contiguous."""
-    count = width // 2
-    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""
-struct Wide {{
-    static __device__ __forceinline__ void add(float (&sum)[{count}], const u32* a, u64 b, int more) {{
-        asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
-            "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {_registers(count)}, {{{a}}}, %{count + 4}, "
-            "p, 1, 1, 1;}}" : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
-    }}
-}};
-"""
-
-
-def _registers(count: int) -> str:
-    return "{" + ", ".join(f"%{i}" for i in range(count)) + "}"
-
-
-def source(widths: Sequence[int]) -> str:
-    """The whole program. :param widths: of the products' instructions."""
-    head = "using u32 = unsigned int;\nusing u64 = unsigned long long;\n#define NONE __int_as_float(0xff800000)\n"
-    head += "template <int N> struct Mma;\n"
-    made = "".join(matrix_instruction(width) for width in sorted(set(widths))) + wide_instruction(HEAD)
-    files = ("hopper.cuh", "stack_products.cu", "stack_attend.cu")
-    return head + made + "".join(Path(__file__).with_name(name).read_text() for name in files)
 
 
 class Kernels(NamedTuple):
@@ -123,15 +87,26 @@ def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tupl
     }
 
 
-def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Field of Kernels -> the kernel's instance, and its matrix instructions' widths. :param tall: rows of a panel."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+Instance = tuple[str, tuple[tuple[str, int], ...]]
+"""A kernel's C++ expression, and forms and widths of its matrix instructions."""
+
+
+def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> dict[str, Instance]:
+    """Field of Kernels -> the kernel's instance. :param tall: rows of a panel."""
+    found: dict[str, Instance] = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
         more = f", {HEAD // 2}" if name == "project" else ""
         text = f"{op}<{cut.outputs}, {inputs // cut.blocks}, {cut.blocks}, {cut.groups}, {tall}, {cut.turns}{more}>"
-        found[name] = text, (cut.outputs // cut.groups,)
-    blocks, columns = cuts.attend
-    return found | {"attend": (f"attend<{blocks}, {columns}>", (columns,)), "scale_rows": ("scale_rows", ())}
+        found[name] = text, (("Mma", cut.outputs // cut.groups),)
+    blocks, columns, groups = cuts.attend
+    second = ("Wide", HEAD) if groups == 1 else ("Tall", HEAD // groups)
+    found["attend"] = f"attend<{blocks}, {columns}, {groups}>", (("Mma", columns), second)
+    return found | {"scale_rows": ("scale_rows", ())}
+
+
+def end_expressions(actions: int, width: int) -> dict[str, Instance]:
+    """Field of EndKernels -> the kernel's instance."""
+    return {"enter": (f"enter<{actions}>", ()), "leave": (f"leave<{actions}, {width}>", ())}
 
 
 @functools.cache
@@ -141,18 +116,42 @@ def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, device:
     :raises ValueError: sizes that the cuts do not divide. :raises RuntimeError: as hopper.load.
     """
     found = expressions(width, inner, queries, tall, cuts)
-    functions = {name: hopper.load(source(widths), text, device) for name, (text, widths) in found.items()}
+    functions = {name: hopper.load(source(used), text, device) for name, (text, used) in found.items()}
     made = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
         if inputs % (cut.blocks * 256) and inputs // cut.blocks not in (64, 128):
             raise ValueError(f"{inputs} inputs are not whole panels of {cut.blocks} blocks")
         shared = shared_bytes(cut, inputs, tall, marks=op == "add_product")
         made[name] = hopper.kernel(functions[name], threads=128 * cut.groups, cluster=cut.blocks, shared=shared)
-    blocks, columns = cuts.attend
+    blocks, columns, groups = cuts.attend
     shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 64 * 8 + 8
-    made["attend"] = hopper.kernel(functions["attend"], threads=128, cluster=blocks, shared=shared)
+    made["attend"] = hopper.kernel(functions["attend"], threads=128 * groups, cluster=blocks, shared=shared)
     made["scale_rows"] = hopper.kernel(functions["scale_rows"], threads=256, cluster=1, shared=0)
     return Kernels(**made)
+
+
+class EndKernels(NamedTuple):
+    """The compiled kernels of both ends, of one number of actions, width and device."""
+
+    enter: hopper.Kernel
+    leave: hopper.Kernel
+
+
+@functools.cache
+def end_kernels(actions: int, width: int, device: int) -> EndKernels:
+    """Compiled and loaded. :raises RuntimeError: as hopper.load."""
+    found = {
+        name: hopper.kernel(hopper.load(source(used), text, device), threads=256, cluster=1, shared=0)
+        for name, (text, used) in end_expressions(actions, width).items()
+    }
+    return EndKernels(**found)
+
+
+def ends_fit(ends: Ends, width: int) -> bool:
+    """Whether enter and leave take them: a thread of leave holds actions * width / 256 values."""
+    actions = len(ends.out_of[1])
+    alike = ends.into is None or ends.into[0].shape[1] == actions
+    return alike and actions in (8, 16, 32) and width % 1024 == 0 and actions * width <= 32 * 1024
 
 
 def stack(
@@ -166,6 +165,7 @@ def stack(
     table: tuple[Tensor, Tensor],
     heads: int,
     ops: Any = None,
+    ends: Ends | None = None,
     *,
     cuts: Cuts = MEASURED,
 ) -> Tensor:
@@ -176,40 +176,49 @@ def stack(
         shift whose ``moved`` nobody made.
     """
     check_launch(x, *weights[0], keys, values)
-    batch, tokens, width = x.shape
+    batch, tokens, width = *x.shape[:2], weights[0].qkv.shape[1]
     kv_heads, columns, dim = keys.shape[2:]
-    blocks, each = cuts.attend
-    if batch * tokens > MOST_ROWS or columns > blocks * each:
-        return reference.stack(x, weights, norms, keys, values, start, lengths, table, heads, ops)
-    _check(x, weights, norms, keys, heads)
+    if batch * tokens > MOST_ROWS or columns > cuts.attend.blocks * cuts.attend.columns:
+        return reference.stack(x, weights, norms, keys, values, start, lengths, table, heads, ops, ends)
+    if ends is not None and not ends_fit(ends, width):
+        rest = weights, norms, keys, values, start, lengths, table, heads
+        return reference.around(functools.partial(stack, cuts=cuts), ends, ops or reference, x, *rest)
+    _check(x, weights, norms, keys, heads, ends)
     tall = 56 if batch * tokens <= 56 else 64
     made = kernels(width, weights[0].down.shape[1], heads * dim, tall, cuts, x.device.index)
     span = _Span(
         keys, values, start, lengths, tuple(part.expand(batch, tokens, dim // 2).contiguous() for part in table)
     )
     run = _Run(made, cuts, span, (batch, tokens, heads, kv_heads, columns), tall)
-    x = x.contiguous()
-    scaled, squares = torch.empty_like(x), torch.empty((batch * tokens, 1), device=x.device)
-    hopper.launch(made.scale_rows, (batch * tokens, 1), (x, norms[0].scale, scaled, squares, width))
-    stream = _Stream(x, scaled, squares)
+    stream = run.first(x.contiguous(), norms[0].scale, None if ends is None else ends.into)
     for i, layer in enumerate(weights):
         stream = run.layer(i, stream, layer, norms[2 * i : 2 * i + 3])
     scale, shift = norms[-1][:2]
+    if ends is not None:
+        return run.leave(stream, scale, shift, ends.out_of)
     return norm_rows(stream.total, scale, shift, None, None)[1]
 
 
-def _check(x: Tensor, weights: Sequence[LayerWeights], norms: Sequence[Norm], keys: Tensor, heads: int) -> None:
+def _check(
+    x: Tensor,
+    weights: Sequence[LayerWeights],
+    norms: Sequence[Norm],
+    keys: Tensor,
+    heads: int,
+    ends: Ends | None,
+) -> None:
     if torch.cuda.get_device_capability(x.device) != (9, 0):
         raise ValueError(
             f"built for Hopper, compute capability 9.0: this is {torch.cuda.get_device_capability(x.device)}"
         )
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"no kernel for {x.dtype}; bfloat16 has one")
+    dtype, wanted = weights[0].qkv.dtype, torch.float32 if ends is not None and ends.into else torch.bfloat16
+    if dtype != torch.bfloat16 or x.dtype != wanted:
+        raise ValueError(f"no kernel for {dtype} with x {x.dtype}; bfloat16 with x {wanted} has one")
     if keys.shape[4] != HEAD or heads % keys.shape[2]:
         raise ValueError(f"heads must have {HEAD} values: got {keys.shape[4]}, {heads} over {keys.shape[2]} K/V heads")
     for matrix in (matrix for layer in weights for matrix in layer):
-        if not matrix.is_contiguous() or matrix.dtype != x.dtype:
-            raise ValueError(f"weights must be contiguous {x.dtype}: got {matrix.dtype}, strides {matrix.stride()}")
+        if not matrix.is_contiguous() or matrix.dtype != dtype:
+            raise ValueError(f"weights must be contiguous {dtype}: got {matrix.dtype}, strides {matrix.stride()}")
     if any(norm.shift is not None and norm.moved is None for norm in norms[:-1]):
         raise ValueError("a norm has a shift, and nobody made what it becomes behind the product (Norm.moved)")
 
@@ -247,6 +256,29 @@ class _Run(NamedTuple):
     sizes: tuple[int, int, int, int, int]
     tall: int
 
+    def first(self, x: Tensor, scale: Tensor, into: tuple[Tensor, Tensor] | None) -> _Stream:
+        """The stream in front of the layers. :param scale: of the first norm. :param into: as Ends has it."""
+        (batch, tokens, *_), width = self.sizes, len(scale)
+        rows, sums = batch * tokens, (batch * tokens, 1 if into is None else width // 16)
+        scaled = torch.empty((batch, tokens, width), dtype=torch.bfloat16, device=x.device)
+        squares = torch.empty(sums, device=x.device)
+        if into is None:
+            hopper.launch(self.kernels.scale_rows, (rows, 1), (x, scale, scaled, squares, width))
+            return _Stream(x, scaled, squares)
+        total = torch.empty_like(scaled)
+        kernel = end_kernels(x.shape[2], width, x.device.index).enter
+        hopper.launch(kernel, (width // 16, 1), (x, *into, scale, total, scaled, squares, rows, width))
+        return _Stream(total, scaled, squares)
+
+    def leave(self, stream: _Stream, scale: Tensor, shift: Tensor | None, out_of: tuple[Tensor, Tensor]) -> Tensor:
+        """[B, S, A] fp32: the last norm and what follows it. :param out_of: as Ends has it."""
+        batch, tokens, width = stream.total.shape
+        rows, parts = stream.squares.shape
+        out = torch.empty((batch, tokens, len(out_of[1])), device=stream.total.device)
+        kernel = end_kernels(out.shape[2], width, out.device.index).leave
+        hopper.launch(kernel, (rows, 1), (stream.total, stream.squares, scale, shift, *out_of, out, parts, EPS))
+        return out
+
     def layer(self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm]) -> _Stream:
         """Five launches."""
         before, between, behind = norms
@@ -276,7 +308,7 @@ class _Run(NamedTuple):
         group = heads // kv_heads
         tiles = -(-group * tokens // 64)
         args = query, *slabs, span.lengths, out, tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E
-        hopper.launch(self.kernels.attend, (tiles * self.cuts.attend[0], batch * kv_heads), args)
+        hopper.launch(self.kernels.attend, (tiles * self.cuts.attend.blocks, batch * kv_heads), args)
         return out
 
     def gated_up(self, stream: _Stream, weight: Tensor, moved: Tensor | None) -> Tensor:

@@ -3,7 +3,8 @@
 // second kernel, the same bits in each run. A norm is no kernel either. Its producer leaves x * (1 + scale) and, per row,
 // sums of x * x; its consumer multiplies its product by 1 / rms(x) and adds shift @ W, which was made at load.
 //
-// Shared memory is what keeps a kernel from being there early: x may come in TURNS parts that take one another's place.
+// Shared memory is what keeps a kernel from being there early: x may come in TURNS parts that take one another's place. A
+// block that had to wait for room multiplies what is there of its weights while the rest comes: a barrier a stage.
 
 template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 struct Product {
@@ -13,16 +14,16 @@ struct Product {
     static constexpr int X_BYTES = HELD * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
     static_assert(STAGES % TURNS == 0 && PANELS % STAGES == 0, "a turn is whole stages");
 
-    u32 w, x, inbox, barriers;  // panels of the weight and of x; all blocks' sums of own rows
+    u32 w, x, inbox, barriers;  // panels of the weight and of x; all blocks' sums of own rows; of each stage, of the sums
     float *factor, *marks;
     int rank, tile, first, last;  // of the cluster; rows that this block ends
 
-    __device__ Product(char* chip, int rows) {
+    __device__ Product(char* chip, const Map& x_map, const Map& weight, int rows) {
         u32 up = (1024 - shared_at(chip) % 1024) % 1024;
         w = shared_at(chip) + up;
         x = w + W_BYTES;
         inbox = x + X_BYTES;
-        barriers = inbox + CL * SLOT;  // of the weights, each stage of x, the sums
+        barriers = inbox + CL * SLOT;
         factor = reinterpret_cast<float*>(chip + up + W_BYTES + X_BYTES + CL * SLOT + 64);
         marks = factor + 64;
         rank = blockIdx.x % CL;
@@ -31,22 +32,34 @@ struct Product {
         first = min(rank * each, rows);
         last = min(first + each, rows);
         if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES + 2; ++i) make_barrier(barriers + i * 8);
+            fetch_map(weight);
+            for (int stage = 0; stage < STAGES; ++stage) make_barrier(barriers + stage * 8, 2);  // its weights, its x
+            make_barrier(sums(), 1);
             show_barriers();
-            expect(barriers, W_BYTES);
-            expect(barriers + (STAGES + 1) * 8, CL * (last - first) * N * 4);
+            publish();  // to the copy engine too, which is started before the threads meet
+            for (int stage = 0; stage < STAGES; ++stage) expect(barriers + stage * 8, W_BYTES / STAGES);
+            expect(sums(), CL * (last - first) * N * 4);
+            fetch_map(x_map);
         }
+    }
+
+    __device__ void open() {  // once the weights are under way: all threads see the barriers
         __syncthreads();
         ready();
     }
 
-    // One box of the weight's rows for each panel. :param at: of the box in the tile. By one thread.
-    __device__ void bring_weights(const Map& map, int row, int at) {
-        for (int p = 0; p < PANELS; ++p) bring(w + p * N * ROW + at * ROW, map, rank * K + p * 64, row, barriers);
+    __device__ u32 sums() const { return barriers + STAGES * 8; }
+
+    // The tile's rows of the weight: BOXES boxes a panel, `far` rows of the weight apart. By one thread.
+    template <int BOXES>
+    __device__ void bring_weights(const Map& map, int row, int far = 0) {
+        for (int p = 0; p < PANELS; ++p)
+            for (int box = 0; box < BOXES; ++box)
+                bring(w + (p * N + box * (N / BOXES)) * ROW, map, rank * K + p * 64, row + box * far, barriers + p / EVERY * 8);
     }
 
     __device__ void bring_stage(const Map& map, int stage) {  // by one thread
-        u32 barrier = barriers + (1 + stage) * 8;
+        u32 barrier = barriers + stage * 8;
         expect(barrier, EVERY * ROWS * ROW);
         for (int p = stage * EVERY; p < (stage + 1) * EVERY; ++p)
             bring(x + p % HELD * ROWS * ROW, map, rank * K + p * 64, 0, barrier);
@@ -61,10 +74,10 @@ struct Product {
     __device__ void multiply(const Map& map, int rows) {
         float sum[N / GROUPS / 2];
         u32 mine = (threadIdx.x / 128) * (N / GROUPS) * ROW;
-        wait_bytes(barriers);
 #pragma unroll
         for (int p = 0; p < PANELS; ++p) {
-            if (p % EVERY == 0) wait_bytes(barriers + (1 + p / EVERY) * 8);
+            if (p % EVERY == 0) wait_bytes(barriers + p / EVERY * 8);
+            if (p == 0) STAMP(3);
             open_products();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
@@ -77,19 +90,21 @@ struct Product {
             }
         }
         wait_products();
+        STAMP(4);
         int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane / 4, each = (rows + CL - 1) / CL;
         int upper = min(r / each, CL - 1), lower = min((r + 8) / each, CL - 1);
-        u32 at = inbox + rank * SLOT + (threadIdx.x / 128 * (N / GROUPS) + lane % 4 * 2) * 4, done = barriers + (STAGES + 1) * 8;
+        u32 at = inbox + rank * SLOT + (threadIdx.x / 128 * (N / GROUPS) + lane % 4 * 2) * 4;
         u32 to[2] = {in_block(at + r % each * PITCH * 4, upper), in_block(at + (r + 8) % each * PITCH * 4, lower)};
-        u32 told[2] = {in_block(done, upper), in_block(done, lower)};
+        u32 told[2] = {in_block(sums(), upper), in_block(sums(), lower)};
         meet();  // all blocks live, and their barriers
 #pragma unroll
         for (int j = 0; j < N / GROUPS / 8; ++j) {
             if (r < rows) send2(to[0] + j * 32, sum[4 * j], sum[4 * j + 1], told[0]);
             if (r + 8 < rows) send2(to[1] + j * 32, sum[4 * j + 2], sum[4 * j + 3], told[1]);
         }
-        wait_bytes(done);
+        wait_bytes(sums());
         __syncthreads();  // and the factors are there
+        STAMP(5);
     }
 
     // Four outputs of one of this block's rows, all inputs.
@@ -134,12 +149,11 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     static_assert(HALF % (N / 2) == 0, "a tile's pairs are of one head");
     extern __shared__ char chip[];
     start_next();
-    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
+    STAMP(0);
+    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, x, weight, rows);
     int head = p.tile / (HALF / (N / 2)), begin = p.tile % (HALF / (N / 2)) * (N / 2);
-    if (threadIdx.x == 0) {
-        p.bring_weights(weight, head * 2 * HALF + begin, 0);
-        p.bring_weights(weight, head * 2 * HALF + HALF + begin, N / 2);
-    }
+    if (threadIdx.x == 0) p.template bring_weights<2>(weight, head * 2 * HALF + begin, HALF);
+    p.open();
     constexpr int ITEMS = (p.EACH * (N / 8) + p.THREADS - 1) / p.THREADS;
     float4 c[ITEMS], s[ITEMS], low_shift[ITEMS] = {}, high_shift[ITEMS] = {};
 #pragma unroll
@@ -149,7 +163,9 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
         c[i] = load4(cos + r * HALF + at), s[i] = load4(sin + r * HALF + at);
         if (shift) low_shift[i] = load4(shift + head * 2 * HALF + at), high_shift[i] = load4(shift + head * 2 * HALF + HALF + at);
     }
+    STAMP(1);
     wait_for_last();
+    STAMP(2);
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
     p.multiply(x, rows);
@@ -180,6 +196,7 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
         *reinterpret_cast<uint2*>(to) = {pack(low.x, low.y), pack(low.z, low.w)};
         *reinterpret_cast<uint2*>(to + HALF) = {pack(high.x, high.y), pack(high.z, high.w)};
     }
+    STAMP(6);
 }
 
 __device__ __forceinline__ float gelu(float g) {  // tanh form: g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3)
@@ -194,12 +211,11 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     int rows, int outputs, int parts, float eps) {
     extern __shared__ char chip[];
     start_next();
-    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
+    STAMP(0);
+    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, x, weight, rows);
     int begin = p.tile * (N / 2);
-    if (threadIdx.x == 0) {
-        p.bring_weights(weight, begin, 0);
-        p.bring_weights(weight, outputs + begin, N / 2);
-    }
+    if (threadIdx.x == 0) p.template bring_weights<2>(weight, begin, outputs);
+    p.open();
     constexpr int ITEMS = (p.EACH * (N / 8) + p.THREADS - 1) / p.THREADS;
     float4 m[ITEMS] = {}, n[ITEMS] = {};
 #pragma unroll
@@ -207,7 +223,9 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
         int o = begin + (threadIdx.x + i * p.THREADS) % (N / 8) * 4;
         if (shift && o < outputs) m[i] = load4(shift + o), n[i] = load4(shift + outputs + o);
     }
+    STAMP(1);
     wait_for_last();
+    STAMP(2);
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
     p.multiply(x, rows);
@@ -221,6 +239,7 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
                     gelu(a.z * f + m[i].z) * (b.z * f + n[i].z), gelu(a.w * f + m[i].w) * (b.w * f + n[i].w)};
         *reinterpret_cast<uint2*>(out + static_cast<i64>(r) * outputs + begin + at) = {pack(v.x, v.y), pack(v.z, v.w)};
     }
+    STAMP(6);
 }
 
 // total = stream + gate * (x @ weight.T); scaled = total * (1 + scale); squares [rows, tiles]: sums of total * total.
@@ -230,9 +249,11 @@ __global__ void __launch_bounds__(128 * GROUPS) add_product(
     u16* total, u16* scaled, float* squares, int rows, int outputs) {
     extern __shared__ char chip[];
     start_next();
-    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, rows);
+    STAMP(0);
+    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, x, weight, rows);
     int begin = p.tile * N;
-    if (threadIdx.x == 0) p.bring_weights(weight, begin, 0);
+    if (threadIdx.x == 0) p.template bring_weights<1>(weight, begin);
+    p.open();
     constexpr int ITEMS = (p.EACH * (N / 4) + p.THREADS - 1) / p.THREADS;
     float4 open[ITEMS], gain[ITEMS];
     uint2 before[ITEMS];
@@ -243,7 +264,9 @@ __global__ void __launch_bounds__(128 * GROUPS) add_product(
         gain[i] = load4(scale + o);
         if (gate) open[i] = load4(gate + o);
     }
+    STAMP(1);
     wait_for_last();
+    STAMP(2);
     p.bring_rows(x);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -279,26 +302,5 @@ __global__ void __launch_bounds__(128 * GROUPS) add_product(
         for (int i = 0; i < N / 4; ++i) sum += p.marks[threadIdx.x * (N / 4) + i];
         squares[r * (gridDim.x / CL) + p.tile] = sum;
     }
-}
-
-// The first norm's form: scaled = x * (1 + scale), squares [rows, 1]. One block a row of `width` values.
-__global__ void scale_rows(const u16* x, const float* scale, u16* scaled, float* squares, int width) {
-    __shared__ float warps[32];
-    start_next();
-    wait_for_last();
-    float square = 0;
-    for (int c = threadIdx.x * 2; c < width; c += blockDim.x * 2) {
-        u32 both = *reinterpret_cast<const u32*>(x + static_cast<i64>(blockIdx.x) * width + c);
-        float a = low_of(both), b = high_of(both);
-        square += a * a + b * b;
-        *reinterpret_cast<u32*>(scaled + static_cast<i64>(blockIdx.x) * width + c) = pack(a * (1.0f + scale[c]), b * (1.0f + scale[c + 1]));
-    }
-    for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = square;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        float sum = 0;
-        for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
-        squares[blockIdx.x] = sum;
-    }
+    STAMP(6);
 }

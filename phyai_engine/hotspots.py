@@ -26,7 +26,7 @@ from phyai_engine.bench import synthetic
 from phyai_engine.bench.command import BenchOptions, model_config, robot_config
 from phyai_engine.config import convert, read_yaml
 from phyai_engine.errors import ConfigError
-from phyai_engine.layers.ops import Ops, OpShape, dims_of
+from phyai_engine.layers.ops import Ops, OpShape, dims_of, dtype_of
 from phyai_engine.layers.self_check import TOLERANCES
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.runner import Runner
@@ -144,7 +144,7 @@ def _named_ranges(net: Any) -> Iterator[Counter[tuple[str, str, tuple[int, ...]]
 
     def inside(op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            key = op, str(args[0].dtype).removeprefix("torch."), tuple(dims_of(op, args))
+            key = op, str(dtype_of(op, args)).removeprefix("torch."), tuple(dims_of(op, args))
             counts[key] += 1
             with record_function(_label(*key)):
                 return implementation(*args)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from phyai_engine.errors import ConfigError
 from phyai_engine.hotspots import Case, full_request, load_case
-from phyai_engine.layers.ops import OpShape, dims_of, keep_compiled, load_ops
+from phyai_engine.layers.ops import OpShape, dims_of, dtype_of, keep_compiled, load_ops
 from phyai_engine.policy import Policy, captured_graphs
 from phyai_engine.runner import Runner
 from phyai_engine.trial import Load, Trial, attempt, fastest, shipped
@@ -131,7 +131,7 @@ def whole_requests(policy: Policy, row: Row, shape: OpShape, candidate: Callable
     key, bound = (shape.dtype, shape.dims), getattr(net.ops, shape.op)
 
     def mixed(*args: Any) -> Any:
-        here = (args[0].dtype, tuple(dims_of(shape.op, args))) == key
+        here = (dtype_of(shape.op, args), tuple(dims_of(shape.op, args))) == key
         return (candidate if here else bound)(*args)
 
     own = net.ops

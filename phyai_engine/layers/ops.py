@@ -54,11 +54,12 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
     **{op: {"triton": f"phyai_kernels.{op}"} for op in DIMS},
     "rms_norm": {"triton": "phyai_kernels.rms_norm", "flashinfer": "phyai_kernels.flashinfer_rms_norm"},
     "gelu_mul": {"triton": "phyai_kernels.gelu_mul", "flashinfer": "phyai_kernels.flashinfer_gelu_mul"},
+    "linear_norm": {"triton": "phyai_kernels.linear_norm", "cublaslt": "phyai_kernels.cublaslt_linear_norm"},
     "stack": {"cuda": "phyai_kernels.stack"},
 }
 
 
-BY_NAME = frozenset({"cuda"})
+BY_NAME = frozenset({"cuda", "cublaslt"})
 """Kinds that serve only an operator for which a profile names them: not yet timed in whole requests."""
 
 
@@ -102,9 +103,9 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     **dict.fromkeys(
         ("attend", "attend_fp8"), lambda q, k, v, *_: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
     ),
-    "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None: (
-        *x.shape,
-        w[0].down.shape[1],
+    "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None, ends=None: (
+        *x.shape[:2],
+        *w[0].down.shape,
         heads,
         k.shape[2],
         k.shape[4],
@@ -116,6 +117,11 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
 def dims_of(op: str, args: Sequence[Any]) -> tuple[int, ...]:
     """What OpShape.dims holds of one call. :param args: as the operator is called."""
     return _CALLS[op](*args)
+
+
+def dtype_of(op: str, args: Sequence[Any]) -> torch.dtype:
+    """What OpShape.dtype holds of one call: a stack may be given actions in float32 and lead them into its stream."""
+    return (args[1][0].qkv if op == "stack" else args[0]).dtype  # type: ignore[no-any-return]
 
 
 class ByShape:
@@ -131,7 +137,7 @@ class ByShape:
 
     def __call__(self, *args: Any) -> Any:
         """As the operator."""
-        key = args[0].dtype, dims_of(self._op, args)
+        key = dtype_of(self._op, args), dims_of(self._op, args)
         if key not in self._table:
             self._table[key] = self._nearest(*key)
         return self._table[key](*args)

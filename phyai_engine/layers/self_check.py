@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from phyai_kernels import reference
-from phyai_kernels.reference import LayerWeights, Norm
+from phyai_kernels.reference import Ends, LayerWeights, Norm
 from torch import Tensor
 
 # Allowed |error| as a part of the largest expected value. bfloat16 rounds to 2**-9 of a value, and again where the
@@ -33,10 +33,11 @@ def largest_error(
     worst = 0.0
     with torch.no_grad():
         for args in cases(op, dtype, dims, device, seed):
-            wanted = _results(op, getattr(reference, op), _map(args, _widen))
-            found = _results(op, candidate, _map(args, torch.clone))
-            for value, expected in zip(found, wanted, strict=True):
-                wanted_dtype = expected.dtype if expected.dtype == reference.FP8 else dtype
+            wanted = _results(op, getattr(reference, op), map_tensors(args, widen))
+            found = _results(op, candidate, map_tensors(args, torch.clone))
+            for i, (value, expected) in enumerate(zip(found, wanted, strict=True)):
+                wide = i == 0 and isinstance(args[-1], Ends)  # what leaves the stack is float32
+                wanted_dtype = expected.dtype if wide or expected.dtype == reference.FP8 else dtype
                 if value.shape != expected.shape or value.dtype != wanted_dtype:
                     return float("inf")
                 if not expected.numel():  # no query heads
@@ -172,7 +173,17 @@ def _stack(
     moved = [shift @ matrix.float().T for shift, matrix in zip(shifts, behind, strict=False)]
     gates = [draw.wide(width) for _ in plain]
     adaptive = zip((norm.scale for norm in plain), shifts, gates, [*moved, None], strict=True)
-    yield draw.x(batch, tokens, width), weights, tuple(Norm(*vectors) for vectors in adaptive), *rest
+    norms = tuple(Norm(*vectors) for vectors in adaptive)
+    yield draw.x(batch, tokens, width), weights, norms, *rest
+    yield _between_ends(draw, batch, tokens, width, weights, norms, *rest)
+
+
+def _between_ends(draw: _Draw, batch: int, tokens: int, width: int, *rest: Any) -> tuple[Any, ...]:
+    """``stack`` of as many actions as the released models have."""
+    actions = 32
+    into = draw.wide(width, actions, scale=actions**-0.5), draw.wide(width)
+    out_of = draw.wide(actions, width, scale=width**-0.5), draw.wide(actions)
+    return draw.wide(batch, tokens, actions), *rest, None, Ends(into, out_of)
 
 
 def _coded_product(draw: _Draw, rows: int, inputs: int, outputs: int) -> tuple[Tensor, ...]:
@@ -243,15 +254,16 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
 _SLABS = {"split_rotate": 2, "project_rotate": 3, "project_rotate_fp8": 5, "stack": 3}
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """Always a copy: the reference writes into its slabs, and the candidate must not find its work done."""
     return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor
 
 
-def _map(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+def map_tensors(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
     """Every tensor of the arguments changed, also inside a tuple, which keeps its names."""
     changed = [
-        change(arg) if isinstance(arg, Tensor) else _map(arg, change) if isinstance(arg, tuple) else arg for arg in args
+        change(arg) if isinstance(arg, Tensor) else map_tensors(arg, change) if isinstance(arg, tuple) else arg
+        for arg in args
     ]
     return type(args)(*changed) if hasattr(args, "_fields") else tuple(changed)
 

@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 from phyai_kernels import backward, reference
-from phyai_kernels.reference import Norm
+from phyai_kernels.reference import Ends, Norm
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -358,10 +358,18 @@ class PiModel(nn.Module):
         :param x: [B, H, A] fp32. :param clean: [B, H, 1] bool, tokens at flow time 0 instead of the step's.
         :return: [B, H, A] fp32.
         """
-        # A fused form takes one row of the time's tables for all tokens; the reference a row per token too.
-        ops = self.ops if clean is None or self.options.variant == "pi0" else REFERENCE
-        tokens, _ = self._into(x, step, clean)
-        return self._out(self.expert(tokens, prefix.actions, self._norms(step, clean), ops))
+        if clean is not None and self.options.variant == "pi05":
+            # A fused form takes one row of the time's tables for all tokens; the reference a row per token too.
+            tokens, _ = self._into(x, step, clean)
+            return self._out(self.expert(tokens, prefix.actions, self._norms(step, clean), REFERENCE))
+        into = None
+        if self.options.variant == "pi05":
+            into = self.action_in.weight, self.action_in.bias
+        else:
+            x, _ = self._into(x, step, clean)
+        ends = Ends(into, (self.action_out.weight, self.action_out.bias))
+        velocity: Tensor = self.expert(x, prefix.actions, self._norms(step, clean), self.ops, ends)
+        return velocity
 
     @torch.no_grad()
     def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -401,8 +401,8 @@ def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> 
         "attend": lambda q, keys, values, lengths=None: (
             *q.shape[:2], keys.shape[1], q.shape[2], keys.shape[2], q.shape[3]
         ),
-        "stack": lambda x, weights, norms, keys, values, start, lengths, table, heads, ops: (
-            *x.shape, weights[0].down.shape[1], heads, keys.shape[2], keys.shape[4], keys.shape[3]
+        "stack": lambda x, weights, norms, keys, values, start, lengths, table, heads, ops, ends=None: (
+            *x.shape[:2], *weights[0].down.shape, heads, keys.shape[2], keys.shape[4], keys.shape[3]
         ),
         **dict.fromkeys(("rms_norm", "ada_rms_norm", "layer_norm"), lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
     }  # fmt: skip
@@ -411,7 +411,8 @@ def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> 
         plain = getattr(model.ops, op)
 
         def call(x: Tensor, *args: Any) -> Any:
-            made.add((op, x.dtype, sizes[op](x, *args)))
+            dtype = args[0][0].qkv.dtype if op == "stack" else x.dtype
+            made.add((op, dtype, sizes[op](x, *args)))
             return plain(x, *args)
 
         return call

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from phyai_kernels import reference
-from phyai_kernels.reference import EPS, LayerWeights, Norm
+from phyai_kernels.reference import EPS, Ends, LayerWeights, Norm
 from torch import Tensor
 
 from phyai_engine.layers.self_check import cases, largest_error
@@ -48,8 +48,12 @@ def late_norms(
     table: Any,
     heads: int,
     ops: Any = None,
+    ends: Ends | None = None,
 ) -> Tensor:
     """``stack`` in float32, with norms as stack_products.cu has them."""
+    if ends is not None:
+        rest = weights, norms, keys, values, start, lengths, table, heads
+        return reference.around(late_norms, ends, reference, x, *rest)
     if not any(norm.moved is not None for norm in norms) and norms[0].shift is not None:
         raise ValueError("nobody made what the shifts become")
     for i, layer in enumerate(weights):
@@ -114,8 +118,9 @@ def compiler() -> Any:
 
 def test_the_kernels_compile(compiler: Any) -> None:
     stack = importlib.import_module("phyai_kernels.stack")
-    for name, widths in stack.expressions(1024, 4096, 2048, 64, stack.MEASURED).values():
-        binary, lowered = compiler.compile_source(stack.source(widths), name)
+    found = {**stack.expressions(1024, 4096, 2048, 64, stack.MEASURED), **stack.end_expressions(32, 1024)}
+    for name, instructions in found.values():
+        binary, lowered = compiler.compile_source(stack.source(instructions), name)
         assert binary[:4] == b"\x7fELF" and lowered in binary
 
 
@@ -168,9 +173,9 @@ def test_what_it_does_not_take_goes_to_the_other_operators_or_is_refused(cuda: t
     fused = importlib.import_module("phyai_kernels.stack").stack
     args = list(cases("stack", torch.bfloat16, (2, 40, *EXPERT[2:], 300), cuda))[-1]
     called = []
-    names = ("ada_rms_norm", "project_rotate", "attend", "linear_norm", "gated_up")
+    names = ("ada_rms_norm", "project_rotate", "attend", "linear_norm", "gated_up", "linear")
     ops = SimpleNamespace(**{name: _noted(called, name) for name in names})
-    fused(*args, ops)
+    fused(*args[:9], ops, args[-1])
     assert set(called) == set(names)
     few = list(cases("stack", torch.bfloat16, (*EXPERT, 300), cuda))[-1]
     x, weights, norms, *rest = few

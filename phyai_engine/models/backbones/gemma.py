@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from phyai_kernels.reference import LayerWeights, Norm
+from phyai_kernels.reference import Ends, LayerWeights, Norm
 from torch import Tensor, nn
 
 from phyai_engine.layers import coded
@@ -110,9 +110,13 @@ class GemmaStack(nn.Module):
         whole = (self._at(i).weights() for i in range(self.options.depth))
         return [matrix for layer in whole for matrix in (layer.qkv, layer.gate_up)]
 
-    def forward(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
-        """Final-normed hidden states. :param x: [B, S, width]. :return: the same shape."""
-        return self._run(self.options.depth, x, span, norms, ops)
+    def forward(self, x: Tensor, span: Span, norms: Norms, ops: Ops, ends: Ends | None = None) -> Tensor:
+        """Final-normed hidden states. :param x: [B, S, width]. :return: the same shape.
+
+        :param ends: what stands around the layers, where it is to be one call with them; x and the result are then as
+            ``reference.stack`` says.
+        """
+        return self._run(self.options.depth, x, span, norms, ops, ends)
 
     def fill(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> None:
         """Only write the K/V of every layer: nothing past those of the last layer is computed.
@@ -127,13 +131,13 @@ class GemmaStack(nn.Module):
         weight = self._at(last).qkv.weight[-2 * self.options.kv_heads * self.options.head_dim :]
         ops.project_rotate(normed, weight, span.rotary, span.keys[last], span.values[last], span.start, 0)
 
-    def _run(self, count: int, x: Tensor, span: Span, norms: Norms, ops: Ops) -> Tensor:
-        """The first ``count`` layers. :return: the stream as the norm behind them leaves it."""
+    def _run(self, count: int, x: Tensor, span: Span, norms: Norms, ops: Ops, ends: Ends | None = None) -> Tensor:
+        """The first ``count`` layers. :return: the stream as the norm behind them leaves it, or as ``ends`` says."""
         weights = [self._at(i).weights() for i in range(count)]
         found = [norms(i) for i in range(2 * count + 1)]
         slab = span.keys, span.values, span.start, span.lengths
-        normed: Tensor = ops.stack(x, weights, found, *slab, span.rotary, self.options.heads, ops)
-        return normed
+        out: Tensor = ops.stack(x, weights, found, *slab, span.rotary, self.options.heads, ops, ends)
+        return out
 
     def _fill_coded(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> None:
         """``fill`` of a stack with coded matrices. Its norms are plain, and it ends at K and V."""

@@ -1,0 +1,218 @@
+"""What gpu_stack.py measures: 2 and 18 layers of an expert, products of many rows, models with the layers bound."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import checkout  # noqa: F401 - makes the checkout importable
+import msgspec
+import numpy as np
+import torch
+import yaml
+from phyai_kernels import cublaslt_linear_norm, hopper, linear_norm, reference, stack
+from phyai_kernels.reference import LayerWeights
+from torch import Tensor
+
+from phyai_engine.graphs import Graphs
+from phyai_engine.layers.ops import OpShape
+from phyai_engine.layers.profile import Measured
+from phyai_engine.layers.self_check import cases, map_tensors, widen
+from phyai_engine.models.pi import PiModel, PiOptions, op_shapes
+from phyai_engine.models.pi_compact import BatchShape
+from phyai_engine.trial import attempt, fastest
+
+DIMS = (1, 50, 1024, 4096, 8, 1, 256, 1018)  # batch, tokens, width, inner, heads, kv_heads, head_dim, columns
+DEPTH = 18
+MOST_ERROR = 1e-2  # relative L2 of two layers; plain torch in bfloat16 has 7e-3
+KERNELS = ("project", "attend", "o", "gated", "down")
+STAMPS = """
+__device__ unsigned long long stamps[512 * 8];
+__device__ __forceinline__ void stamp(int i) {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (threadIdx.x == 0) stamps[(blockIdx.y * gridDim.x + blockIdx.x) * 8 + i] = now;
+}
+#define STAMP(i) stamp(i)
+"""
+"""In front of a program: each block notes when it has 0 begun, 1 asked for weights, 2 waited for the kernel in front,
+3 its first rows, 4 its product, 5 the other blocks' sums, 6 ended."""
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@torch.no_grad()
+def replay_us(call: Callable[[], Any], replays: int = 8, rounds: int = 5) -> float:
+    """Median over rounds of one replay of a call that was captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / replays * 1e3)
+    return statistics.median(times)
+
+
+class Layers:
+    """Inputs of two layers, without ends and with them, and of 18 whose weights no cache holds."""
+
+    def __init__(self) -> None:
+        *_, self.plain, self.between = cases("stack", torch.bfloat16, DIMS, torch.device("cuda"))
+        self.wanted = [reference.stack(*map_tensors(args, widen)) for args in (self.plain, self.between)]
+        x, weights, norms, keys, values, *rest = self.plain
+        deep = tuple(LayerWeights(*(matrix.clone() for matrix in weights[i % 2])) for i in range(DEPTH))
+        turns = (*(norms[i % 4] for i in range(2 * DEPTH)), norms[-1])
+        slabs = (slab.repeat(DEPTH // 2, 1, 1, 1, 1) for slab in (keys, values))
+        self.deep = x, deep, turns, *slabs, *rest
+        self.deep_between = self.between[0], *self.deep[1:], None, self.between[-1]
+        self.triton = triton_operators()
+
+    def chain_errors(self) -> list[float]:
+        """Of two layers, relative L2: plain torch's, the Triton chain's."""
+        args = (map_tensors(self.plain, torch.clone) for _ in range(2))
+        return [
+            relative(reference.stack(*own, ops), self.wanted[0])
+            for own, ops in zip(args, (None, self.triton), strict=True)
+        ]
+
+    def chain_us(self) -> tuple[float, float]:
+        """The Triton chain's: a layer, a whole step with both ends."""
+        step = (*self.deep_between[:9], self.triton, self.deep_between[10])
+        layers = replay_us(lambda: reference.stack(*self.deep, self.triton))
+        return layers / DEPTH, replay_us(lambda: reference.stack(*step))
+
+    def _run(self, args: tuple[Any, ...], cuts: Any) -> Tensor:
+        found = stack.stack(*map_tensors(args, torch.clone), cuts=cuts)
+        torch.cuda.synchronize()
+        return found
+
+    def errors(self, cuts: Any) -> list[float]:
+        """Of two layers, relative L2: without ends, with them."""
+        pairs = zip((self.plain, self.between), self.wanted, strict=True)
+        return [relative(self._run(args, cuts), wanted) for args, wanted in pairs]
+
+    def same_bits(self, cuts: Any) -> bool:
+        """Of five runs with both ends."""
+        first, *others = (self._run(self.between, cuts) for _ in range(5))
+        return all(torch.equal(first, other) for other in others)
+
+    def us(self, cuts: Any) -> tuple[float, float]:
+        """A layer, a whole step with both ends."""
+        layers = replay_us(lambda: stack.stack(*self.deep, cuts=cuts))
+        return layers / DEPTH, replay_us(lambda: stack.stack(*self.deep_between, cuts=cuts))
+
+    def stamps(self, cuts: Any) -> str:
+        """Of the last layer's kernels, us from the end of the kernel in front: the wait's end, first rows, product,
+        sums, end; of the last block, in brackets of the middle one.
+        """
+        modules: dict[str, Any] = {}
+
+        def load(source: str, name: str, device: int) -> Any:
+            binary, lowered = hopper.compiled(STAMPS + source, name)
+            modules[name] = hopper._value(hopper.driver.cuModuleLoadData(binary))
+            return hopper._value(hopper.driver.cuModuleGetFunction(modules[name], lowered))
+
+        with mock.patch.object(hopper, "load", load):
+            stack.kernels.cache_clear()
+            replay_us(lambda: stack.stack(*self.deep, cuts=cuts))
+        stack.kernels.cache_clear()
+        found = stack.expressions(*DIMS[2:4], DIMS[4] * DIMS[6], 56, cuts)
+        text, before = [], None
+        for name in KERNELS:
+            table = _stamps(modules[found[name][0]])
+            last, middle = table.max(0), np.median(table, 0)
+            begin = before if before is not None else last[2] - 500
+            pairs = (((each[i] - begin) / 1e3 for each in (last, middle)) for i in range(2, 7))
+            figures = " ".join(f"{late:.1f}({median:.1f})" for late, median in pairs)
+            text.append(f"{name} {figures}")
+            before = last[6]
+        return "; ".join(text)
+
+
+def _stamps(module: Any) -> Any:
+    """[blocks, 7], ns, of the blocks that ran."""
+    pointer, size = hopper._value(hopper.driver.cuModuleGetGlobal(module, b"stamps"))
+    host = np.zeros(size // 8, np.uint64)
+    hopper._value(hopper.driver.cuMemcpyDtoH(host.ctypes.data, pointer, size))
+    table = host.reshape(-1, 8)[:, :7].astype(np.int64)
+    return table[table[:, 6] > 0]
+
+
+def triton_operators() -> Any:
+    """What a stack is made of without a fused form, by name."""
+    names = ("rms_norm", "ada_rms_norm", "project_rotate", "attend", "linear_norm", "gated_up", "linear")
+    return SimpleNamespace(**{name: getattr(importlib.import_module(f"phyai_kernels.{name}"), name) for name in names})
+
+
+def blas_us(rows: int, inputs: int) -> str:
+    """linear_norm to 2048 outputs with cuBLAS' and with cuBLASLt's product; weights take turns past the cache."""
+    shape = OpShape("linear_norm", torch.bfloat16, (rows, inputs, 2048))
+    forms = {"cublas": linear_norm.linear_norm, "cublaslt": cublaslt_linear_norm.linear_norm}
+    trials = [attempt(shape, kind, lambda form=form: form, torch.device("cuda")) for kind, form in forms.items()]
+    return " / ".join(trial.why if trial.us is None else f"{trial.us:.1f}" for trial in trials)
+
+
+def bind(model: PiModel, name: str, cuts: Any) -> None:
+    """What the next graphs of a model are captured with. :param name: may say ``stack`` and ``cuBLASLt``."""
+    if "stack" in name:
+        fused = functools.partial(stack.stack, cuts=cuts)
+        model.ops = replace(model.ops, stack=fused)
+        if model.options.variant == "pi05":
+            model.moved = model.moved_shifts()
+    if "cuBLASLt" in name:
+        model.ops = replace(model.ops, linear_norm=cublaslt_linear_norm.linear_norm)
+
+
+def captured(model: PiModel, shapes: Sequence[tuple[str, int, int, float]]) -> Graphs:
+    """Graphs of the cases (variant, cameras, prompt tokens, goal)."""
+    images = model.options.image_tokens
+    made = {BatchShape(1, cameras, cameras * images + prompt) for _, cameras, prompt, _ in shapes}
+    return Graphs(model, shapes=sorted(made, reverse=True))
+
+
+def profile_rows(cuts: Any) -> list[str]:
+    """Rows for both models' stacks; ``reference`` is the loop over Triton's operators, which the form replaces."""
+    shapes = [
+        shape
+        for variant, prompt in (("pi05", 200), ("pi0", 48))
+        for shape in op_shapes(PiOptions(variant=variant, dtype="bfloat16", prompt_len=prompt), torch.bfloat16)
+        if shape.op == "stack"
+    ]
+    triton = triton_operators()
+
+    def chain(*args: Any) -> Tensor:
+        return reference.stack(*args[:9], triton, *args[10:])
+
+    kinds: dict[str, Any] = {"reference": chain, "cuda": functools.partial(stack.stack, cuts=cuts)}
+    lines = []
+    for shape in dict.fromkeys(shapes):
+        trials = [attempt(shape, kind, lambda form=form: form, torch.device("cuda")) for kind, form in kinds.items()]
+        us = {trial.kind: trial.us for trial in trials if trial.us is not None}
+        errors = {trial.kind: trial.error for trial in trials if trial.error is not None}
+        row = Measured(
+            op="stack", dtype="bfloat16", dims=shape.dims, choice=fastest(us, "reference"), us=us, error=errors
+        )
+        plain = msgspec.to_builtins(row) | {"dims": list(row.dims)}
+        lines.append("- " + yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6).strip())
+    return lines
