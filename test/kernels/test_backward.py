@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -235,7 +236,17 @@ def test_a_layer_through_the_tape(place: torch.device, form: Callable[..., Tenso
     agree(tape.pull(y, grad, x), wanted, torch.float32)
 
 
-def test_the_tape_through_fused_forms(device: torch.device) -> None:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that Triton's interpreter runs from now on."""
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    run, names = executor.__call__, list[str]()
+    monkeypatch.setattr(
+        executor, "__call__", lambda self, *a, **k: (names.append(self.fn.__name__), run(self, *a, **k))
+    )
+    return names
+
+
+def test_the_tape_through_fused_forms(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fused form returns is what its rule takes, and what fused forms of the way back take."""
     x, rest, weights = layer_arguments(device)
     sizes = {"ada_rms_norm": [(6, 10)], "project_rotate": [(2, 3, 10, 4, 2, 8, 14)], "attend": [(2, 4, 2, 3, 14, 8)]}
@@ -247,10 +258,12 @@ def test_the_tape_through_fused_forms(device: torch.device) -> None:
     bound = load_ops("triton", device=device, shapes=shapes)
     for op in sizes:
         assert getattr(bound, op).__module__ == f"phyai_kernels.{op}", bound.reasons[op]
-    grad, found = torch.randn_like(x), []
-    for ops in (bound, REFERENCE):
-        tape = Tape(ops)
-        found.append(tape.pull(layer(tape.ops, x, rest, weights), grad, x))
+    grad, tapes = torch.randn_like(x), [Tape(ops) for ops in (bound, REFERENCE)]
+    results = [layer(tape.ops, x, rest, weights) for tape in tapes]
+    launched = launches(monkeypatch) if device.type == "cpu" else []
+    found = [tape.pull(of, grad, x) for tape, of in zip(tapes, results, strict=True)]
+    if launched:
+        assert len(launched) == 10 + 1, f"ten a layer, and the norm behind the last: {launched}"
     assert (found[0] - found[1]).abs().max() <= TOLERANCES[torch.float32] * found[1].abs().max()
 
 

@@ -23,7 +23,7 @@ def test_both_ways_are_covered() -> None:
     """One span, and several."""
     plan = pytest.importorskip("phyai_kernels.linear_back", reason="Triton is not installed").plan
     spans = [-(-outputs // plan(outputs, inputs, itemsize=4, chip=99 * 1024).span) for _, inputs, outputs in SIZES]
-    assert 1 in spans and max(spans) > 4
+    assert 1 in spans and max(spans) > 2
 
 
 def test_runs_do_not_differ(fused: Any, normal: Any) -> None:

@@ -18,7 +18,8 @@ def call(normal: Any, dtype: torch.dtype, size: tuple[int, int, int]) -> tuple[A
     rows, width, outputs = size
     weight = normal(outputs, width, dtype=dtype) / outputs**0.5
     rest = [normal(rows, width, dtype=dtype) for _ in range(2)]
-    return normal(rows, outputs, dtype=dtype), weight, *rest, normal(width), normal(width)
+    gate = normal(width).to(dtype).float()  # the interpreter cuts off three times in a row otherwise
+    return normal(rows, outputs, dtype=dtype), weight, *rest, normal(width), gate
 
 
 def autograd(args: tuple[Any, ...]) -> list[Tensor]:
