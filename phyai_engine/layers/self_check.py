@@ -263,7 +263,7 @@ def _attend_back(
         mixed = reference.attend(query, *slabs, lengths)
         start = torch.full((batch,), columns, device=draw.device) if lengths is None else lengths
         grad = draw.x(batch, queries, heads * dim)
-        for count in (0, queries):  # keys that depend on nothing have no gradient
+        for count in (queries, 0) if lengths is None else (queries,):  # keys that depend on nothing have no gradient
             yield grad, query, *slabs, mixed, lengths, start - count, count
 
 
