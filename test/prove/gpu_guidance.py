@@ -103,7 +103,6 @@ def cuts(op: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
             ("spans of 128", changed(span=128)),
             ("spans of 192", changed(span=192)),
             ("2 stages", changed(stages=2)),
-            ("tiles of 64 columns", changed(columns=64, stages=1)),
             ("second kernel: 128 values", changed(part=128)),
             ("4 warps", changed(warps=4)),
         ],
