@@ -247,6 +247,14 @@ def attend(
         gaps.
     """
     check_launch(query, keys, values, *(code or ()))
+    check_attention(query, keys, values, lengths)
+    if lengths is None and code is None and query.dtype == torch.bfloat16 and not INTERPRETED:
+        return _by_torch(query, keys, values)
+    return _launch(query, keys, values, lengths if lengths is None else lengths.contiguous(), code)
+
+
+def check_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None) -> None:
+    """:raises ValueError: as ``attend``."""
     batch, heads, _, dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     if dim > WIDEST:
@@ -261,9 +269,6 @@ def attend(
     last_axis_is_dense(query=query, keys=keys, values=values)
     if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != torch.int64):
         raise ValueError(f"lengths must be [{batch}] int64: got {tuple(lengths.shape)} {lengths.dtype}")
-    if lengths is None and code is None and query.dtype == torch.bfloat16 and not INTERPRETED:
-        return _by_torch(query, keys, values)
-    return _launch(query, keys, values, lengths if lengths is None else lengths.contiguous(), code)
 
 
 def _by_torch(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -141,7 +141,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
     if cut.span >= inputs:
         _launch_spans(x, weight, bias, out, rows, cut)
         return
-    partial = partial_sums(x, weight, plan, rows)
+    add_spans(partial_sums(x, weight, plan, rows), bias, out)
+
+
+def add_spans(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The sum over the spans, and a bias, written into ``out``. :param partial: [spans, rows, outputs] fp32."""
+    spans, rows, outputs = partial.shape
     size = block(outputs, largest=512)
     _add_spans[(rows, triton.cdiv(outputs, size))](
         partial,
@@ -149,12 +154,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
         out,
         rows,
         outputs,
-        SPANS=len(partial),
+        SPANS=spans,
         BIAS=bias is not None,
         BLOCK=size,
-        OVERLAP=overlaps(x.device),
+        OVERLAP=overlaps(out.device),
         num_warps=4,
-        **launch_options(x.device),
+        **launch_options(out.device),
     )
 
 

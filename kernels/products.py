@@ -96,3 +96,58 @@ def product(
             b = tl.load(tile + k, mask=inside[:, None] & held[None, :], other=0.0)
         summed = tl.dot(a.to(DOT), b.to(DOT), summed, input_precision="tf32x3")
     return summed
+
+
+@triton.jit
+def fetch_columns(tile, begin, end, row_size, BLOCK: tl.constexpr):
+    """Ask for one cache line of each of some rows, ``begin`` to ``end`` - 1, to be brought into the L2 cache.
+
+    :param tile: a pointer to the first row. :param row_size: from one row to the next.
+    """
+    step = tl.arange(0, BLOCK)
+    for n in range(begin, end, BLOCK):
+        at = (tile + tl.minimum(n + step, end - 1).to(tl.int64) * row_size).to(tl.int64)
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def product_back(
+    x,
+    weight,
+    rows,
+    begin,
+    end,
+    x_row,
+    weight_row,
+    column,
+    held,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_K] fp32: rows of x times columns of the weight, of whose rows ``begin`` to ``end`` - 1.
+
+    The weight is read as it lies, so a tile's rows are short: one or two cache lines each.
+
+    :param column: [BLOCK_K]. :param held: likewise, those that exist. :param EVEN: the rows are whole blocks.
+    """
+    row = tl.arange(0, BLOCK_M)
+    step = tl.arange(0, BLOCK_N)
+    x_at = x + row[:, None] * x_row + step[None, :]
+    tile = weight + step[:, None].to(tl.int64) * weight_row + column[None, :]
+    real = (row < rows)[:, None]
+    summed = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for n in range(begin, end, BLOCK_N):
+        far = tl.cast(n, tl.int64) * weight_row
+        if EVEN:
+            a = tl.load(x_at + n, mask=real, other=0.0)
+            b = tl.load(tile + far, mask=held[None, :], other=0.0)
+        else:
+            inside = n + step < end
+            a = tl.load(x_at + n, mask=real & inside[None, :], other=0.0)
+            b = tl.load(tile + far, mask=inside[:, None] & held[None, :], other=0.0)
+        summed = tl.dot(a.to(DOT), b.to(DOT), summed, input_precision="tf32x3")
+    return summed

@@ -27,7 +27,7 @@ from phyai_engine.bench.command import BenchOptions, model_config, robot_config
 from phyai_engine.config import convert, read_yaml
 from phyai_engine.errors import ConfigError
 from phyai_engine.layers.ops import Ops, OpShape, dims_of, dtype_of
-from phyai_engine.layers.self_check import TOLERANCES
+from phyai_engine.layers.self_check import TOLERANCES, definition
 from phyai_engine.policy import Policy, load_policy
 from phyai_engine.runner import Runner
 from phyai_engine.types import Row
@@ -123,7 +123,7 @@ def hotspots(policy: Policy, row: Row, model: str, device: Device) -> tuple[list
         found.append(
             Case(
                 op=op,
-                reference=f"phyai_kernels.reference.{op}",
+                reference=f"{definition(op).__module__}.{op}",
                 dtype=dtype,
                 dims=dims,
                 calls=count // _RUNS,

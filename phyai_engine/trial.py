@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from phyai_kernels import reference
 from torch import Tensor
 
 from phyai_engine.layers.ops import CANDIDATES, OpShape
-from phyai_engine.layers.self_check import TOLERANCES, cases, largest_error
+from phyai_engine.layers.self_check import TOLERANCES, cases, definition, largest_error
 
 _CALLS = 20  # in one graph
 _CACHE_BYTES = 256 * 2**20  # of inputs that take turns: more than any last-level cache
@@ -65,7 +64,7 @@ def attempt(shape: OpShape, kind: str, load: Load, device: torch.device, seed: i
 
 def shipped(op: str, device: torch.device) -> dict[str, Load]:
     """Kind -> what gives the candidate, the reference first; there it is alone on a CPU."""
-    found: dict[str, Load] = {"reference": lambda: getattr(reference, op)}
+    found: dict[str, Load] = {"reference": lambda: definition(op)}
     if device.type == "cpu":
         return found
     return found | {

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from phyai_kernels import reference
+from phyai_kernels import backward, reference
 from torch import Tensor
 
 from phyai_engine.config import cache_dir, environment
 from phyai_engine.errors import EngineError
 from phyai_engine.layers.profile import Profile, Rule, load_profile, load_rule
-from phyai_engine.layers.self_check import TOLERANCES, largest_error
+from phyai_engine.layers.self_check import TOLERANCES, definition, largest_error
 
 Kind = Literal["auto", "triton", "flashinfer", "reference"]
 
@@ -46,6 +46,12 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "gated_up_fp8": ("rows", "inputs", "outputs"),
     "project_rotate_fp8": ("batch", "tokens", "inputs", "heads", "kv_heads", "head_dim", "columns"),
     "attend_fp8": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
+    # The way back, of guidance with a gradient. inputs, outputs: of the weight on the way forward.
+    "linear_back": ("rows", "inputs", "outputs"),
+    "norm_back": ("rows", "width", "outputs"),  # of the product behind the norm
+    "gated_up_back": ("rows", "inputs", "outputs"),
+    "split_rotate_back": ("batch", "tokens", "heads", "kv_heads", "head_dim"),
+    "attend_back": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
 }
 
 # Operator -> kind -> module whose function of the operator's name is a candidate. Imported when asked for.
@@ -59,8 +65,9 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-BY_NAME = frozenset({"cuda", "cublaslt"})
-"""Kinds that serve only an operator for which a profile names them: not yet timed in whole requests."""
+BACK = tuple(op for op in DIMS if op.endswith("_back"))
+BY_NAME = frozenset({("stack", "cuda"), ("linear_norm", "cublaslt"), *((op, "triton") for op in BACK)})
+"""(operator, kind) that ``auto`` takes only where a profile names it: not yet timed in whole requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,10 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
         k.shape[4],
         k.shape[3],
     ),
+    "norm_back": lambda grad, w, beside, stream, *_: (grad[..., 0].numel(), stream.shape[-1], grad.shape[-1]),
+    "gated_up_back": lambda grad, down, x, w: (x[..., 0].numel(), w.shape[1], w.shape[0] // 2),
+    "split_rotate_back": lambda q, k, v, table: (q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3]),
+    "attend_back": lambda grad, q, k, *_: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3]),
 }
 
 
@@ -153,7 +164,8 @@ class ByShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ops:
-    """One implementation per operator; signatures and meaning are those of ``phyai_kernels.reference``.
+    """One implementation per operator; signatures and meaning are those of ``phyai_kernels.reference``, of the way back
+    those of ``phyai_kernels.backward``.
 
     :param reasons: operator -> what is bound and the sentence why, as ``phyai doctor`` shows it.
     """
@@ -175,6 +187,11 @@ class Ops:
     gated_up_fp8: Callable[..., Tensor] = reference.gated_up_fp8
     project_rotate_fp8: Callable[..., Tensor] = reference.project_rotate_fp8
     attend_fp8: Callable[..., Tensor] = reference.attend_fp8
+    linear_back: Callable[..., Tensor] = backward.linear_back
+    norm_back: Callable[..., tuple[Tensor, Tensor]] = backward.norm_back
+    gated_up_back: Callable[..., Tensor] = backward.gated_up_back
+    split_rotate_back: Callable[..., Tensor] = backward.split_rotate_back
+    attend_back: Callable[..., tuple[Tensor, Tensor, Tensor]] = backward.attend_back
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -200,7 +217,8 @@ def load_ops(kind: Kind, *, device: torch.device, shapes: Sequence[OpShape], pro
         own = [shape for shape in dict.fromkeys(shapes) if shape.op == op]
         named = {s: choices.get((op, str(s.dtype).removeprefix("torch."), s.dims), "") for s in own}
         named = {s: choice if choice in ("reference", *CANDIDATES[op]) else "" for s, choice in named.items()}
-        tried = [name for name in order if name not in BY_NAME or name in named.values()]
+        by_name = BY_NAME if kind == "auto" else frozenset()
+        tried = [name for name in order if (op, name) not in by_name or name in named.values()]
         kinds = {name: CANDIDATES[op][name] for name in tried if name in CANDIDATES[op]}
         implementation, reasons[op] = _choose(op, kind, device, named, kinds)
         if own and kind == "auto" and device.type != "cpu":
@@ -271,7 +289,7 @@ def _bind(
     if len(served) == 1:
         return next(iter(tried.values()))[0], "; ".join(sentences)
     table = {
-        (shape.dtype, shape.dims): tried[name][0] if name in tried else getattr(reference, op)
+        (shape.dtype, shape.dims): tried[name][0] if name in tried else definition(op)
         for name, own in served.items()
         for shape in own
     }

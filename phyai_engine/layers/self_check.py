@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from phyai_kernels import reference
+from phyai_kernels import backward, reference
 from phyai_kernels.reference import Ends, LayerWeights, Norm
 from torch import Tensor
 
@@ -20,6 +20,12 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
 # their error is that of all values together, |candidate - reference| over |reference|, 1.3e-2 where all is well. As a
 # part of the other tolerance, so that there is one error to compare.
 _CODED = TOLERANCES[torch.bfloat16] / 4e-2
+
+
+def definition(op: str) -> Callable[..., Any]:
+    """The reference of an operator."""
+    found: Callable[..., Any] = getattr(backward if op.endswith("_back") else reference, op)
+    return found
 
 
 def largest_error(
@@ -33,7 +39,7 @@ def largest_error(
     worst = 0.0
     with torch.no_grad():
         for args in cases(op, dtype, dims, device, seed):
-            wanted = _results(op, getattr(reference, op), map_tensors(args, widen))
+            wanted = _results(op, definition(op), map_tensors(args, widen))
             found = _results(op, candidate, map_tensors(args, torch.clone))
             for i, (value, expected) in enumerate(zip(found, wanted, strict=True)):
                 wide = i == 0 and isinstance(args[-1], Ends)  # what leaves the stack is float32
@@ -229,6 +235,49 @@ def _attend_fp8(
     yield *list(_attend(draw, batch, heads, kv_heads, queries, columns, dim))[-1], _code(draw, heads * dim)
 
 
+def _linear_back(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    grad, weight = draw.x(rows, outputs), draw.x(outputs, inputs, scale=outputs**-0.5)
+    grad[:, -1] *= 64  # or losing the last of many products would pass as rounding
+    yield grad, weight
+
+
+def _norm_back(draw: _Draw, rows: int, width: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    stream, beside = draw.x(rows, width), draw.x(rows, width)
+    yield draw.x(rows, width), None, None, stream, draw.wide(width), draw.wide(width)
+    behind = next(_linear_back(draw, rows, width, outputs))
+    yield *behind, None, stream, draw.wide(width)
+    yield *behind, beside, stream, draw.wide(width), draw.wide(width)
+
+
+def _gated_up_back(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:
+    x, weight = draw.x(rows, inputs), draw.x(2 * outputs, inputs, scale=2 * inputs**-0.5)
+    yield draw.x(rows, outputs), None, x, weight
+    yield *next(_linear_back(draw, rows, outputs, inputs)), x, weight
+
+
+def _split_rotate_back(
+    draw: _Draw, batch: int, tokens: int, heads: int, kv_heads: int, dim: int
+) -> Iterator[tuple[Any, ...]]:
+    angles = draw.wide(batch, tokens, dim // 2)
+    grads = [draw.x(batch, count, tokens, dim) for count in (heads, kv_heads, kv_heads)]
+    yield *grads, (angles.cos(), angles.sin())
+
+
+def _attend_back(
+    draw: _Draw, batch: int, heads: int, kv_heads: int, queries: int, columns: int, dim: int
+) -> Iterator[tuple[Any, ...]]:
+    for query, keys, values, *rest in _attend(draw, batch, heads, kv_heads, queries, columns, dim):
+        lengths = rest[0].clamp(min=queries) if rest else None
+        beyond = torch.arange(columns, device=draw.device) >= (columns if lengths is None else lengths[:, None])
+        beyond = beyond.expand(batch, columns)[:, None, :, None]
+        slabs = [slab.nan_to_num().masked_fill(beyond, float("nan")) for slab in (keys, values)]
+        mixed = reference.attend(query, *slabs, lengths)
+        start = torch.full((batch,), columns, device=draw.device) if lengths is None else lengths
+        grad = draw.x(batch, queries, heads * dim)
+        for count in (queries, 0) if lengths is None else (queries,):  # keys that depend on nothing have no gradient
+            yield grad, query, *slabs, mixed, lengths, start - count, count
+
+
 _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "rms_norm": _rms_norm,
     "ada_rms_norm": _ada_rms_norm,
@@ -247,6 +296,11 @@ _CASES: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
     "gated_up_fp8": _gated_up_fp8,
     "project_rotate_fp8": _project_rotate_fp8,
     "attend_fp8": _attend_fp8,
+    "linear_back": _linear_back,
+    "norm_back": _norm_back,
+    "gated_up_back": _gated_up_back,
+    "split_rotate_back": _split_rotate_back,
+    "attend_back": _attend_back,
 }
 
 

@@ -4,13 +4,16 @@ Own rules instead of autograd: no graph of parameters is built, fused operators 
 prefix get no gradient, and every step can be captured in a CUDA graph. What lies between an operator and the next must
 hand its tensors on as they are; a cast or a nonlinearity of its own belongs to the model's head, before the first call
 or behind the last.
+
+A gradient that comes from behind a matrix waits as a ``Product`` until somebody needs it: a fused form makes the
+product together with what follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from phyai_kernels import backward, reference
@@ -19,8 +22,16 @@ from torch import Tensor
 from phyai_engine.errors import EngineError
 from phyai_engine.layers.ops import Ops
 
-Grads = tuple[Any, ...]
-Found = Iterator[tuple[Tensor, Tensor]]
+
+class Product(NamedTuple):
+    """grad @ weight, not made yet. :param grad: [..., N]. :param weight: [N, K], as the operator had it."""
+
+    grad: Tensor
+    weight: Tensor
+
+
+Gradient = Tensor | Product
+Found = Iterator[tuple[Tensor, Gradient]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,63 +49,88 @@ class Call:
     own: tuple[Tensor, int] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """What has come back to one call.
+
+    :param ops: what computes the way back. :param grads: of each output; None where nothing follows. Of a slab it is
+        that of the written columns.
+    """
+
+    ops: Ops
+    call: Call
+    grads: tuple[Gradient | None, ...]
+
+    def made(self, index: int) -> Tensor:
+        """The gradient of an output; zeros where nothing follows."""
+        grad = self.grads[index]
+        return torch.zeros_like(self.call.outputs[index]) if grad is None else made(self.ops, grad)
+
+    def behind(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """The same as a product that an operator makes by itself: its factors, or the gradient and no matrix."""
+        grad = self.grads[index]
+        return grad if isinstance(grad, Product) else (self.made(index), None)
+
+    def beside(self) -> Tensor | None:
+        """Of the residual stream, the first output, from elsewhere than the norm behind it."""
+        return None if self.grads[0] is None else self.made(0)
+
+    def norm(self, scale: Tensor, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Through the norm at the end of a call: of the stream, and of what was added to it times ``gate``."""
+        return self.ops.norm_back(*self.behind(1), self.beside(), self.call.outputs[0], scale, gate)
+
+
+def made(ops: Ops, grad: Gradient) -> Tensor:
+    """The gradient itself."""
+    return ops.linear_back(*grad) if isinstance(grad, Product) else grad
+
+
 Rule = Callable[..., Found]
-"""(call, gradients of its outputs or None, its arguments) -> (argument, gradient) pairs. Of a slab, the gradient is
-that of the written columns."""
+"""(what arrived, the call's arguments) -> (argument, gradient) pairs."""
 
 
-def _linear(call: Call, grads: Grads, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
-    yield x, backward.linear(grads[0], weight)
+def _linear(at: Arrived, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
+    yield x, Product(at.made(0), weight)
 
 
-def _gelu_mul(call: Call, grads: Grads, gate_up: Tensor) -> Found:
-    yield gate_up, backward.gelu_mul(grads[0], gate_up)
+def _linear_gelu(at: Arrived, x: Tensor, weight: Tensor, bias: Tensor) -> Found:
+    yield x, Product(backward.linear_gelu_back(at.made(0), x, weight, bias), weight)
 
 
-def _rms_norm(call: Call, grads: Grads, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Found:
-    grad = backward.rms_norm(*grads, call.outputs[0], weight)
-    yield x, grad
-    if out is not None:
-        yield out, grad
+def _gelu_mul(at: Arrived, gate_up: Tensor) -> Found:
+    yield gate_up, backward.gelu_mul_back(at.made(0), gate_up)
 
 
-def _ada_rms_norm(
-    call: Call,
-    grads: Grads,
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    out: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Found:
-    grad, grad_out = backward.ada_rms_norm(*grads, call.outputs[0], scale, gate)
+def _gated_up(at: Arrived, x: Tensor, weight: Tensor) -> Found:
+    yield x, Product(at.ops.gated_up_back(*at.behind(0), x, weight), weight)
+
+
+def _added(x: Tensor, out: Tensor | None, grad: Tensor, grad_out: Tensor) -> Found:
+    """Of a residual add; without ``out`` there was none."""
     yield x, grad
     if out is not None:
         yield out, grad_out
 
 
-def _layer_norm(
-    call: Call,
-    grads: Grads,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    out: Tensor | None = None,
-    out_bias: Tensor | None = None,
+def _rms_norm(at: Arrived, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Found:
+    return _added(x, out, *at.norm(weight))
+
+
+def _ada_rms_norm(
+    at: Arrived, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, gate: Tensor | None = None
 ) -> Found:
-    grad = backward.layer_norm(*grads, call.outputs[0], weight)
-    yield x, grad
-    if out is not None:
-        yield out, grad
+    return _added(x, out, *at.norm(scale, gate))
 
 
-def _linear_gelu(call: Call, grads: Grads, x: Tensor, weight: Tensor, bias: Tensor) -> Found:
-    yield x, backward.linear_gelu(grads[0], x, weight, bias)
+def _layer_norm(
+    at: Arrived, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor | None = None, out_bias: Tensor | None = None
+) -> Found:
+    grad = backward.layer_norm_back(at.made(1), at.beside(), at.call.outputs[0], weight)
+    return _added(x, out, grad, grad)
 
 
 def _linear_norm(
-    call: Call,
-    grads: Grads,
+    at: Arrived,
     x: Tensor,
     weight: Tensor,
     stream: Tensor,
@@ -102,51 +138,30 @@ def _linear_norm(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Found:
-    grad_x, grad_stream = backward.linear_norm(*grads, call.outputs[0], weight, scale, gate)
-    yield x, grad_x
-    yield stream, grad_stream
+    grad, grad_out = at.norm(scale, gate)
+    yield x, Product(grad_out, weight)
+    yield stream, grad
 
 
-def _gated_up(call: Call, grads: Grads, x: Tensor, weight: Tensor) -> Found:
-    yield x, backward.gated_up(grads[0], x, weight)
+def _turned(at: Arrived, table: tuple[Tensor, Tensor]) -> Tensor:
+    return at.ops.split_rotate_back(at.made(0), at.made(1), at.made(2), table)
 
 
-def _project_rotate(
-    call: Call,
-    grads: Grads,
-    x: Tensor,
-    weight: Tensor,
-    table: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    heads: int,
-) -> Found:
-    yield x, backward.project_rotate(*grads, weight, table)
+def _split_rotate(at: Arrived, qkv: Tensor, table: tuple[Tensor, Tensor], *_: Any) -> Found:
+    yield qkv, _turned(at, table)
 
 
-def _split_rotate(
-    call: Call,
-    grads: Grads,
-    qkv: Tensor,
-    table: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    heads: int,
-) -> Found:
-    yield qkv, backward.split_rotate(*grads, table)
+def _project_rotate(at: Arrived, x: Tensor, weight: Tensor, table: tuple[Tensor, Tensor], *_: Any) -> Found:
+    yield x, Product(_turned(at, table), weight)
 
 
-def _attend(
-    call: Call, grads: Grads, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None
-) -> Found:
-    start, count = call.own or (torch.zeros(len(query), dtype=torch.int64, device=query.device), 0)
-    grad_query, grad_keys, grad_values = backward.attend(grads[0], query, keys, values, lengths, start, count)
+def _attend(at: Arrived, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> Found:
+    start, count = at.call.own or (torch.zeros(len(query), dtype=torch.int64, device=query.device), 0)
+    slabs, mixed = (keys, values), at.call.outputs[0]
+    grad_query, *grads = at.ops.attend_back(at.made(0), query, *slabs, mixed, lengths, start, count)
     yield query, grad_query
     if count:
-        yield keys, grad_keys
-        yield values, grad_values
+        yield from zip(slabs, grads, strict=True)
 
 
 RULES: Mapping[str, Rule] = {
@@ -172,14 +187,16 @@ _WRITES: Mapping[str, tuple[int, int, int]] = {"split_rotate": (2, 3, 4), "proje
 class Tape:
     """Of one pass.
 
-    :param ops: what computes it. The backward belongs to the operators' definitions, whatever form is bound.
+    :param ops: what computes it, and the way back, which belongs to the operators' definitions, whatever is bound.
     """
 
     def __init__(self, ops: Ops) -> None:
         self._calls: list[Call] = []
         self._own: dict[int, tuple[Tensor, int]] = {}
+        self._back = ops
         names = [field.name for field in fields(Ops) if field.name not in ("reasons", "stack")]
-        kept: dict[str, Any] = {name: self._kept(name, getattr(ops, name)) for name in names}
+        forward = [name for name in names if not name.endswith("_back")]
+        kept: dict[str, Any] = {name: self._kept(name, getattr(ops, name)) for name in forward}
         kept["stack"] = reference.stack  # not as one call, but the kept calls that it is made of
         self.ops: Ops = replace(ops, **kept)
 
@@ -206,17 +223,17 @@ class Tape:
         :param of: a result of a kept call. :param grad: like it. :param to: an argument of one.
         :raises EngineError: no kept call leads from ``to`` to ``of``.
         """
-        found: dict[int, Tensor] = {id(of): grad}  # the tape holds every tensor, so no id is used twice
+        found: dict[int, Gradient] = {id(of): grad}  # the tape holds every tensor, so no id is used twice
         for call in reversed(self._calls):
             grads = tuple(found.pop(id(output), None) for output in call.outputs)
             if all(part is None for part in grads):
                 continue
-            for tensor, part in RULES[call.op](call, grads, *call.args):
+            for tensor, part in RULES[call.op](Arrived(self._back, call, grads), *call.args):
                 held = found.get(id(tensor))
-                found[id(tensor)] = part if held is None else held + part
+                found[id(tensor)] = part if held is None else made(self._back, held) + made(self._back, part)
         if id(to) not in found:
             raise EngineError("no gradient arrives", where="Tape.pull", do="Hand tensors from operator to operator.")
-        return found[id(to)]
+        return made(self._back, found[id(to)])
 
 
 def _refusing(op: str) -> Callable[..., Any]:

@@ -106,7 +106,21 @@ def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
         heads += [(o.exp_width, o.exp_width)]
         shapes += _linears(1, torch.float32, (o.action_dim, o.exp_width))
     shapes += _linears(o.action_horizon, torch.float32, *heads)
+    shapes += _back_shapes(o, dtype, columns) + [replace(shape, op="linear_back") for shape in shapes[-len(heads) :]]
     return list(dict.fromkeys((*shapes, *coded_shapes(options))))
+
+
+def _back_shapes(o: PiOptions, dtype: torch.dtype, columns: int) -> list[OpShape]:
+    """Of the expert's gradient. :param columns: of the K/V slab."""
+    rows, width, heads = o.action_horizon, o.exp_width, (o.heads, o.kv_heads)
+    behind = (2 * o.exp_mlp, (o.heads + 2 * o.kv_heads) * o.head_dim, width)
+    return [
+        *(OpShape("norm_back", dtype, (rows, width, outputs)) for outputs in behind),
+        OpShape("gated_up_back", dtype, (rows, width, o.exp_mlp)),
+        OpShape("linear_back", dtype, (rows, o.heads * o.head_dim, width)),
+        OpShape("attend_back", dtype, (1, *heads, rows, columns, o.head_dim)),
+        OpShape("split_rotate_back", dtype, (1, rows, *heads, o.head_dim)),
+    ]
 
 
 def _linears(rows: int, dtype: torch.dtype, *sizes: tuple[int, int]) -> list[OpShape]:
@@ -382,12 +396,12 @@ class PiModel(nn.Module):
 
         @torch.no_grad()
         def pull(error: Tensor) -> Tensor:
-            grad = backward.linear(error, self.action_out.weight).to(self.dtype)
+            back = self.ops.linear_back
+            grad = back(error, self.action_out.weight).to(self.dtype)
             grad = tape.pull(hidden, grad, tokens).float()
             if inner is not None:
-                grad = backward.silu(backward.linear(grad, self.time_mlp_out.weight), inner)
-            into_x: Tensor = backward.linear(grad, self.action_in.weight)
-            return into_x
+                grad = backward.silu_back(back(grad, self.time_mlp_out.weight), inner)
+            return back(grad, self.action_in.weight)
 
         return self._out(hidden), pull
 

@@ -307,14 +307,11 @@ def test_the_gradient_reaches_the_input_alone() -> None:
     """No parameter asks for a gradient, and none of the prefix is made: the slab's is of the actions' columns."""
     options = small("pi05")
     model, prefix, _ = pair_of(options)
-    counts = []
-    from phyai_kernels import backward
-
-    attend = backward.attend
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "attend", lambda *args: counts.append(args[-1]) or attend(*args))
-        _, pull = model.velocity_vjp(prefix, noise_of(options), 0)
-        grad = pull(noise_of(options, 1))
+    counts, attend = [], model.ops.attend_back
+    counting = lambda *args: counts.append(args[-1]) or attend(*args)  # noqa: E731
+    model.ops = replace(model.ops, attend_back=counting)
+    _, pull = model.velocity_vjp(prefix, noise_of(options), 0)
+    grad = pull(noise_of(options, 1))
     assert counts == [H] * options.depth
     assert not grad.requires_grad and all(p.grad is None for p in model.parameters())
 

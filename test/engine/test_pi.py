@@ -387,7 +387,7 @@ def test_an_accelerator_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> set[tuple[str, torch.dtype, Any]]:
-    """Operator, dtype and sizes of every call of one request, as OpShape has them."""
+    """Operator, dtype and sizes of every call of one request and a gradient, as OpShape has them."""
     made: set[tuple[str, torch.dtype, Any]] = set()
     sizes: dict[str, Callable[..., tuple[int, ...]]] = {
         **dict.fromkeys(
@@ -405,6 +405,11 @@ def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> 
             *x.shape[:2], *weights[0].down.shape, heads, keys.shape[2], keys.shape[4], keys.shape[3]
         ),
         **dict.fromkeys(("rms_norm", "ada_rms_norm", "layer_norm"), lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
+        "linear_back": lambda grad, weight: (grad[..., 0].numel(), weight.shape[1], weight.shape[0]),
+        "norm_back": lambda grad, weight, beside, stream, *_: (*stream.shape[1:], grad.shape[-1]),
+        "gated_up_back": lambda grad, down, x, weight: (*x.shape[1:], down.shape[1]),
+        "split_rotate_back": lambda q, k, v, table: (q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3]),
+        "attend_back": lambda grad, q, k, *_: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3]),
     }  # fmt: skip
 
     def wrapped(op: str) -> Callable[..., Any]:
@@ -418,7 +423,10 @@ def recorded_calls(model: PiModel, inputs: dict[str, Tensor], noise: Tensor) -> 
         return call
 
     model.ops = dataclasses.replace(model.ops, **{op: wrapped(op) for op in sizes})
-    model.velocity(model.prefix(inputs), noise, 0)
+    prefix = model.prefix(inputs)
+    model.velocity(prefix, noise, 0)
+    _, pull = model.velocity_vjp(prefix, noise, 0)
+    pull(noise)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -14,10 +15,10 @@ from phyai_kernels import backward, reference
 from torch import Tensor
 
 from phyai_engine.errors import EngineError
-from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
+from phyai_engine.layers.ops import BACK, REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.self_check import TOLERANCES
-from phyai_engine.layers.tape import RULES, Call, Tape
+from phyai_engine.layers.tape import RULES, Arrived, Call, Tape, made
 
 # On the way back autograd computes in a thread of its own, where torch says so once.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
@@ -95,11 +96,17 @@ def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert error <= ALLOWED[dtype] * wanted.abs().max(), f"off by {error} of {wanted.abs().max()}"
 
 
+def gradients(op: str, args: Any, outputs: Any, grads: Any, ops: Ops = REFERENCE) -> dict[int, Tensor]:
+    """What a rule yields, by the argument's identity; every product is made."""
+    found = RULES[op](Arrived(ops, Call(op, args, outputs), grads), *args)
+    return {id(tensor): made(ops, grad) for tensor, grad in found}
+
+
 def test_every_operator_has_its_rule() -> None:
     """Those of coded matrices have none: no action head calls them. ``stack`` is made of the others."""
-    called = {name for name in OPERATORS if not name.endswith("_fp8")} - {"stack"}
+    called = {name for name in OPERATORS if not name.endswith(("_fp8", "_back"))} - {"stack"}
     assert set(RULES) == called
-    assert {name for name in OPERATORS if hasattr(backward, name)} == called
+    assert all(getattr(REFERENCE, name) is getattr(backward, name) for name in BACK)
 
 
 @pytest.mark.parametrize("dtype", ALLOWED, ids=["fp32", "bf16"])
@@ -118,7 +125,7 @@ def test_it_is_the_gradient_of_the_reference(op: str, dtype: torch.dtype, place:
         results = tuple_of(getattr(reference, op)(*wide))
         leaves = [wide[i] for i in places]
         wanted = torch.autograd.grad(results, leaves, [grad.float() for grad in grads])
-        found = {id(tensor): grad for tensor, grad in RULES[op](Call(op, args, outputs), grads, *args)}
+        found = gradients(op, args, outputs, grads)
         assert len(found) == len(places)
         for i, expected in zip(places, wanted, strict=True):
             agree(found[id(args[i])], expected, dtype)
@@ -131,15 +138,14 @@ def test_a_result_that_nothing_follows_adds_nothing(op: str, place: torch.device
     grad = torch.randn_like(outputs[0])
     for given in ((grad, None), (None, grad)):
         filled = tuple(torch.zeros_like(grad) if part is None else part for part in given)
-        pairs = [list(RULES[op](Call(op, args, outputs), grads, *args)) for grads in (given, filled)]
-        for (_, ours), (_, theirs) in zip(*pairs, strict=True):
-            assert torch.equal(ours, theirs)
+        ours, theirs = (gradients(op, args, outputs, grads) for grads in (given, filled))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[each], theirs[each]) for each in ours)
 
 
 def test_silu(place: torch.device) -> None:
     x, grad = normal(3, 5).to(place).requires_grad_(), normal(3, 5).to(place)
     wanted = torch.autograd.grad(torch.nn.functional.silu(x), x, grad)[0]
-    agree(backward.silu(grad, x.detach()), wanted, torch.float32)
+    agree(backward.silu_back(grad, x.detach()), wanted, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ALLOWED, ids=["fp32", "bf16"])
@@ -149,7 +155,7 @@ def test_attention_gives_query_and_own_columns(lengths: Any, dtype: torch.dtype,
     query, keys, values, limit = args
     grad = torch.randn((2, 3, 48), device=place).to(dtype)
     start = torch.tensor([17, 17] if lengths is None else [n - 3 for n in lengths], device=place)
-    found = backward.attend(grad, *args, start, 3)
+    found = backward.attend_back(grad, *args[:3], reference.attend(*args), limit, start, 3)
     wide = [part.float().nan_to_num().requires_grad_() for part in (query, keys, values)]
     wanted = torch.autograd.grad(reference.attend(*wide, limit), wide, grad.float())
     own = start[:, None] + torch.arange(3, device=place)
@@ -164,7 +170,7 @@ def test_rotation_is_turned_back(dtype: torch.dtype, place: torch.device) -> Non
     qkv, table, keys, values, start = rotation(place)
     qkv, keys, values = qkv.to(dtype), keys.to(dtype), values.to(dtype)
     grads = [torch.randn((2, n, 3, 8), device=place).to(dtype) for n in (4, 2, 2)]
-    found = backward.split_rotate(*grads, table)
+    found = backward.split_rotate_back(*grads, table)
     wide = qkv.float().requires_grad_()
     slabs = [slab.float() for slab in (keys, values)]
     query = reference.split_rotate(wide, table, *slabs, start, 4)
@@ -173,7 +179,9 @@ def test_rotation_is_turned_back(dtype: torch.dtype, place: torch.device) -> Non
     wanted = torch.autograd.grad(outputs, wide, [grad.float() for grad in grads])[0]
     agree(found, wanted, dtype)
     weight = normal(64, 10).to(place).to(dtype)
-    agree(backward.project_rotate(*grads, weight, table), wanted @ weight.float(), dtype)
+    args = (normal(2, 3, 10).to(place), weight, table, keys, values, start, 4)
+    behind = gradients("project_rotate", args, (query, keys, values), tuple(grads))
+    agree(behind[id(args[0])], wanted @ weight.float(), dtype)
 
 
 def rotation(place: torch.device) -> tuple[Any, ...]:
@@ -228,19 +236,34 @@ def test_a_layer_through_the_tape(place: torch.device, form: Callable[..., Tenso
     agree(tape.pull(y, grad, x), wanted, torch.float32)
 
 
-def test_the_tape_through_fused_forms(device: torch.device) -> None:
-    """What a fused form returns is what its rule takes."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that Triton's interpreter runs from now on."""
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    run, names = executor.__call__, list[str]()
+    monkeypatch.setattr(
+        executor, "__call__", lambda self, *a, **k: (names.append(self.fn.__name__), run(self, *a, **k))
+    )
+    return names
+
+
+def test_the_tape_through_fused_forms(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fused form returns is what its rule takes, and what fused forms of the way back take."""
     x, rest, weights = layer_arguments(device)
     sizes = {"ada_rms_norm": [(6, 10)], "project_rotate": [(2, 3, 10, 4, 2, 8, 14)], "attend": [(2, 4, 2, 3, 14, 8)]}
     sizes |= {"linear_norm": [(6, 32, 10), (6, 12, 10)], "gated_up": [(6, 10, 12)]}
+    sizes |= {"norm_back": [(6, 10, 24), (6, 10, 64), (6, 10, 10)], "gated_up_back": [(6, 10, 12)]}
+    sizes |= {"linear_back": [(6, 32, 10)], "attend_back": [(2, 4, 2, 3, 14, 8)]}
+    sizes |= {"split_rotate_back": [(2, 3, 4, 2, 8)]}
     shapes = [OpShape(op, torch.float32, dims) for op, each in sizes.items() for dims in each]
     bound = load_ops("triton", device=device, shapes=shapes)
     for op in sizes:
         assert getattr(bound, op).__module__ == f"phyai_kernels.{op}", bound.reasons[op]
-    grad, found = torch.randn_like(x), []
-    for ops in (bound, REFERENCE):
-        tape = Tape(ops)
-        found.append(tape.pull(layer(tape.ops, x, rest, weights), grad, x))
+    grad, tapes = torch.randn_like(x), [Tape(ops) for ops in (bound, REFERENCE)]
+    results = [layer(tape.ops, x, rest, weights) for tape in tapes]
+    launched = launches(monkeypatch) if device.type == "cpu" else []
+    found = [tape.pull(of, grad, x) for tape, of in zip(tapes, results, strict=True)]
+    if launched:
+        assert len(launched) == 10 + 1, f"ten a layer, and the norm behind the last: {launched}"
     assert (found[0] - found[1]).abs().max() <= TOLERANCES[torch.float32] * found[1].abs().max()
 
 

@@ -18,7 +18,8 @@ from phyai_kernels import reference
 from phyai_engine.errors import EngineError
 from phyai_engine.layers import ops
 from phyai_engine.layers.ops import Ops, OpShape, load_ops
-from phyai_engine.layers.self_check import TOLERANCES, largest_error
+from phyai_engine.layers.profile import Measured, Profile
+from phyai_engine.layers.self_check import TOLERANCES, definition, largest_error
 
 KERNELS = Path(reference.__file__).resolve().parent
 OPERATORS = [f.name for f in fields(Ops) if f.name != "reasons"]
@@ -43,6 +44,11 @@ SHAPES = [
     OpShape("gated_up_fp8", torch.bfloat16, (3, 48, 24)),
     OpShape("project_rotate_fp8", torch.bfloat16, (2, 3, 48, 4, 1, 16, 9)),
     OpShape("attend_fp8", torch.bfloat16, (2, 4, 1, 3, 20, 16)),
+    OpShape("linear_back", torch.bfloat16, (3, 24, 40)),
+    OpShape("norm_back", torch.float32, (3, 24, 40)),
+    OpShape("gated_up_back", torch.bfloat16, (3, 24, 40)),
+    OpShape("split_rotate_back", torch.float32, (2, 3, 4, 1, 16)),
+    OpShape("attend_back", torch.bfloat16, (2, 4, 1, 3, 20, 16)),
 ]
 IN_TRITON = [op for op in OPERATORS if "triton" in ops.CANDIDATES[op]]
 
@@ -72,14 +78,17 @@ def test_operators_references_kernels_and_tables_are_the_same_set() -> None:
     assert others == files - own
     assert set(ops.CANDIDATES) == set(ops.DIMS) == set(OPERATORS)
     for op in OPERATORS:
-        assert getattr(Ops(), op) is getattr(reference, op), f"{op} has no reference"
+        assert getattr(Ops(), op) is definition(op), f"{op} has no reference"
         for kind, module in ops.CANDIDATES[op].items():
             assert module == f"phyai_kernels.{f'{kind}_{op}' if kind in libraries else op}"
 
 
 def test_every_operator_is_bound_on_its_device(device: torch.device) -> None:
-    bound = load_ops("triton" if device.type == "cpu" else "auto", device=device, shapes=SHAPES)
+    kind: Any = "triton" if device.type == "cpu" else "auto"
+    bound = load_ops(kind, device=device, shapes=SHAPES)
     for op in IN_TRITON:
+        if kind == "auto" and (op, "triton") in ops.BY_NAME:
+            continue
         assert getattr(bound, op).__module__ == f"phyai_kernels.{op}", bound.reasons[op]
         assert bound.reasons[op].startswith("triton, equals the reference at")
     assert "at 2 shapes" in bound.reasons["linear"]
@@ -89,10 +98,22 @@ def test_what_has_no_such_form_is_the_other_operators() -> None:
     assert choice("stack") == (reference.stack, "reference, it has no triton form")
 
 
+def test_what_was_not_timed_in_whole_requests_is_taken_where_a_profile_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops, "_try_candidate", lambda *_: (abs, "was tried"))
+    shape, device = OpShape("norm_back", torch.bfloat16, (3, 24, 40)), torch.device("cuda")
+    rows = [Measured(op="norm_back", dtype="bfloat16", dims=shape.dims, choice="triton", us={"triton": 1.0})]
+    for named, wanted in ([], definition("norm_back")), (rows, abs):
+        profile = Profile(accelerator="none", made="by hand", rows=tuple(named))
+        assert load_ops("auto", device=device, shapes=[shape], profile=profile).norm_back is wanted
+    assert load_ops("triton", device=device, shapes=[shape]).norm_back is abs
+
+
 @pytest.mark.parametrize("op", OPERATORS)
 def test_without_an_accelerator_auto_is_the_reference(op: str) -> None:
     assert choice(op, "auto") == (
-        getattr(reference, op),
+        definition(op),
         "reference, no accelerator: the reference runs through torch's own kernels",
     )
 
@@ -140,7 +161,7 @@ def test_one_wrong_shape_of_several_is_enough(monkeypatch: pytest.MonkeyPatch) -
 def test_the_self_check_finds(monkeypatch: pytest.MonkeyPatch, op: str, spoil: Any) -> None:
     candidate(monkeypatch, op, spoil)
     bound, why = choice(op)
-    assert bound is getattr(reference, op)
+    assert bound is definition(op)
     assert "is wrong at" in why
 
 
@@ -197,23 +218,22 @@ def test_what_varies_between_requests_compiles_nothing_new() -> None:
     script = """
 import importlib
 names = ("attend", "split_rotate", "linear", "linear_norm", "gated_up", "project_rotate", "project_rotate_fp8")
-for name in (*names, "products_fp8"):
+back = ("linear_back", "norm_back", "gated_up_back", "split_rotate_back", "attend_back")
+for name in (*names, *back, "products_fp8"):
     module = importlib.import_module(f"phyai_kernels.{name}")
     for kernel in (kernel for kernel in vars(module).values() if hasattr(kernel, "params")):
-        varying = {"columns", "queries", "spans", "tokens", "rows"}
+        varying = {"columns", "queries", "spans", "tokens", "rows", "count", "tiles"}
         print(kernel.__name__, *(p.name for p in kernel.params if p.name in varying and not p.do_not_specialize))
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     kernels = [line.split() for line in done.stdout.splitlines()]
     names = {"_add_spans", "_attend", "_linear", "_merge", "_split_rotate", "_add_norm", "_gated_up", "_project_rotate"}
-    names |= {"_product_fp8", "_project_rotate_fp8"}
+    names |= {"_product_fp8", "_project_rotate_fp8", "_linear_back", "_norm_back", "_gated_up_back"}
+    names |= {"_split_rotate_back", "_pull_queries", "_pull_columns", "_merge_back"}
     assert {name for name, *_ in kernels} >= names
-    inner = {
-        "_sum_columns",
-        "product",
-        "sum_tile",
-    }  # called by kernels, never launched: their arguments are what the caller has
+    # Called by kernels, never launched: their arguments are what the caller has.
+    inner = {"_sum_columns", "product", "sum_tile", "product_back", "_places"}
     wrong = [kernel for kernel in kernels if len(kernel) > 1 and kernel[0] not in inner]
     assert not wrong, "a varying number is specialized"
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from phyai_engine.models.pi import PiModel, PiOptions, time_embedding
+from phyai_engine.models.pi_compact import BatchShape
 from phyai_engine.rtc import IDENTITY, Guidance, prefix_weights
 from phyai_engine.types import CancelToken, Row
 from phyai_engine.weights import pi
@@ -96,6 +97,43 @@ def percentiles(times: Sequence[float]) -> str:
     ordered = sorted(times)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     return f"p50 {statistics.median(ordered):.2f}, p99 {p99:.2f}, max {ordered[-1]:.2f}"
+
+
+@torch.no_grad()
+def graph_ms(call: Callable[[], Any] | None, n: int) -> float:
+    """Median of n replays of a call that was captured; 0 without one."""
+    return statistics.median(graph_times(call, n)) if call is not None else 0.0
+
+
+@torch.no_grad()
+def graph_times(call: Callable[[], Any], n: int) -> list[float]:
+    """n replays of a call that was captured, in order of their time [ms]."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for i in range(5 + n):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 5:
+            times.append(begin.elapsed_time(end))
+    return sorted(times)
+
+
+def staged(model: PiModel, shape: BatchShape, cameras: Sequence[bool], prompt: int) -> dict[str, torch.Tensor]:
+    """A request on the device, arranged in a shape."""
+    inputs = row(model.options, 1, prompt=prompt, cameras=cameras).inputs
+    host = {name: np.zeros(spec.shape, spec.dtype) for name, spec in model.staged(shape).items()}
+    model.stage(shape, [inputs], host)
+    return {name: model.to_device(array) for name, array in host.items()}
 
 
 def gpu_or_leave() -> str:

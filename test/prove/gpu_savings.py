@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import gpu_model
-import numpy as np
 import torch
 from evidence import options, show
+from gpu_model import graph_times, staged
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,37 +29,6 @@ from phyai_engine.trial import attempt, shipped
 
 Call = Callable[[], Any]
 Pair = tuple[str, Call, Call]
-
-
-@torch.no_grad()
-def graph_ms(call: Call, n: int) -> list[float]:
-    """n replays of a call that was captured, in order of their time."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for i in range(5 + n):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 5:
-            times.append(begin.elapsed_time(end))
-    return sorted(times)
-
-
-def staged(model: PiModel, shape: BatchShape, cameras: Sequence[bool], prompt: int) -> dict[str, Tensor]:
-    """A request on the device, arranged in a shape."""
-    inputs = gpu_model.row(model.options, 1, prompt=prompt, cameras=cameras).inputs
-    host = {name: np.zeros(spec.shape, spec.dtype) for name, spec in model.staged(shape).items()}
-    model.stage(shape, [inputs], host)
-    return {name: model.to_device(array) for name, array in host.items()}
 
 
 def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -252,7 +221,7 @@ def saving(pair: Pair, n: int) -> tuple[tuple[str, ...], bool]:
     """A row, printed as soon as it is there, and whether it could be measured."""
     name, *calls = pair
     try:
-        times = [graph_ms(call, n) for call in calls]
+        times = [graph_times(call, n) for call in calls]
     except RuntimeError as error:  # of torch, or of a kernel: the other rows are still worth having
         print(f"{name}: {error}", flush=True)
         return (name, "FAILED", str(error)[:60], ""), False
