@@ -57,7 +57,8 @@ def abort(stand: Stand, series: Series) -> None:
 
 
 def measure(stand: Stand, latency_s: float, count: int, series: Series, progress: Progress) -> None:
-    """Aborts at random instants."""
+    """Aborts at random instants, once the node knows where its robot is: before it has nothing to say to it."""
+    stand.until(lambda: stand.hears_joints, what="the node hears the joints")
     for _ in progress.track(range(count), description=series.name):
         stand.spin(random.uniform(0.02, min(1.5, max(0.3, latency_s))))
         if random.random() < PLAYING and not series.name.endswith("wedged"):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-from diagnostic_msgs.msg import DiagnosticArray
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
 from evidence import fake_model
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
@@ -84,6 +84,7 @@ class Stand(Observer):
         self.chunks: list[ActionChunk] = []
         self.acknowledged: list[ChunkStatus] = []
         self.notes: dict[str, str] = {}
+        self.hears_joints = False
         self.old = 0  # actions of an epoch that a stop had ended
         self._ended_epoch = -1
         self._listen()
@@ -136,6 +137,7 @@ class Stand(Observer):
 
     def _on_diagnostics(self, message: DiagnosticArray) -> None:
         self.notes = {v.key: v.value for v in message.status[0].values}
+        self.hears_joints = all(s.level == DiagnosticStatus.OK for s in message.status if ": joints " in s.name)
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
