@@ -59,6 +59,11 @@ __device__ __forceinline__ void bring(u32 to, const Map& map, int column, int ro
         : "memory");
 }
 
+// Bytes that a later kernel reads, into the L2 cache. :param bytes: a multiple of 16.
+__device__ __forceinline__ void ask_ahead(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -70,15 +75,15 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_grou
 
 // --- shared memory ---
 
-__device__ __forceinline__ float4 read4(u32 at) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
-    return v;
-}
-
 __device__ __forceinline__ float2 read2(u32 at) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 read8(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
     return v;
 }
 
@@ -96,6 +101,10 @@ __device__ __forceinline__ void clear16(u32 at) {
 
 // Into another block's shared memory, whose barrier counts it: a one-way trip, where a barrier of the cluster would wait for
 // the stores to be acknowledged. :param at, barrier: as in_block gives them.
+__device__ __forceinline__ void send1(u32 at, u32 v, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(at), "r"(v), "r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void send2(u32 at, float a, float b, u32 barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(at), "f"(a), "f"(b), "r"(barrier)
                  : "memory");

@@ -25,3 +25,14 @@ __device__ __forceinline__ float rounded(float v) { return low_of(pack(v, 0.0f))
 
 __device__ __forceinline__ float4 load4(const float* at) { return *reinterpret_cast<const float4*>(at); }
 __device__ __forceinline__ float along(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+
+// Four threads hold two neighbouring values each of every eight columns. Of four such words, of as many groups of columns,
+// each thread gets a whole group of eight.
+__device__ __forceinline__ uint4 gather(u32 a, u32 b, u32 c, u32 d) {
+    bool odd = threadIdx.x & 1, far = threadIdx.x & 2;
+    u32 near = __shfl_xor_sync(~0u, odd ? a : b, 1), other = __shfl_xor_sync(~0u, odd ? c : d, 1);
+    uint2 first = odd ? uint2{near, b} : uint2{a, near}, second = odd ? uint2{other, d} : uint2{c, other};
+    uint2 given = far ? first : second, kept = far ? second : first;
+    uint2 got = {__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2)};
+    return far ? uint4{got.x, got.y, kept.x, kept.y} : uint4{kept.x, kept.y, got.x, got.y};
+}

@@ -52,6 +52,7 @@ class Cuts(NamedTuple):
     o: Cut = Cut(64, 4)
     gated: Cut = Cut(128, 2, 2)
     down: Cut = Cut(72, 8)
+    ahead: tuple[str, ...] = ()  # of LayerWeights: what attention asks into the L2 cache
 
 
 MEASURED = Cuts()
@@ -71,10 +72,9 @@ class Kernels(NamedTuple):
 def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
     """Of a block of a product: as Product in stack_products.cu has it. :param tall: rows of x's panels, 56 or 64."""
     part, each = inputs // cut.blocks, -(-tall // cut.blocks)
-    pitch = (cut.outputs + 23) // 32 * 32 + 8
     rows = part // 64 // cut.turns * tall * 128 + (64 - tall) * 128
     own = each * (cut.outputs // 4) * 4 if marks else 0
-    return 1024 + part // 64 * cut.outputs * 128 + rows + cut.blocks * each * pitch * 4 + 64 + 256 + own
+    return 1024 + part // 64 * cut.outputs * 128 + rows + cut.blocks * each * (cut.outputs + 8) * 2 + 64 + 256 + own
 
 
 def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tuple[str, Cut, int]]:
@@ -282,7 +282,7 @@ class _Run(NamedTuple):
     def layer(self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm]) -> _Stream:
         """Five launches."""
         before, between, behind = norms
-        attended = self.attend(i, self.project(i, stream, layer.qkv, before.moved))
+        attended = self.attend(i, self.project(i, stream, layer.qkv, before.moved), layer)
         stream = self.add_product(self.kernels.o, self.cuts.o, attended, layer.o, stream, before.gate, between.scale)
         gated = self.gated_up(stream, layer.gate_up, between.moved)
         return self.add_product(
@@ -300,14 +300,18 @@ class _Run(NamedTuple):
         hopper.launch(self.kernels.project, (_blocks(cut, len(weight)), 1), (*args, EPS))
         return query
 
-    def attend(self, i: int, query: Tensor) -> Tensor:
-        """[B, S, heads * D]"""
+    def attend(self, i: int, query: Tensor, layer: LayerWeights) -> Tensor:
+        """[B, S, heads * D]. :param layer: whose later products it asks for."""
         (batch, tokens, heads, kv_heads, columns), span = self.sizes, self.span
         out = torch.empty((batch, tokens, heads * HEAD), dtype=query.dtype, device=query.device)
         slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
         group = heads // kv_heads
         tiles = -(-group * tokens // 64)
-        args = query, *slabs, span.lengths, out, tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E
+        later: list[Any] = []
+        for name in ("gate_up", "down"):
+            weight = getattr(layer, name) if name in self.cuts.ahead else None
+            later += [weight, 0 if weight is None else weight.nbytes]
+        args = query, *slabs, span.lengths, out, tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E, *later
         hopper.launch(self.kernels.attend, (tiles * self.cuts.attend.blocks, batch * kv_heads), args)
         return out
 

@@ -5,31 +5,23 @@
 // With one warpgroup a row's shares stay in registers, where the second product wants them. With two the first makes the
 // shares and both multiply with them, each half of the head: the second shortens the copies, the sends and the last sums.
 
-// Four threads hold two neighbouring values each of every eight columns. Of four such words, of as many groups of columns,
-// each thread gets a whole group of eight.
-__device__ __forceinline__ uint4 gather(u32 a, u32 b, u32 c, u32 d) {
-    bool odd = threadIdx.x & 1, far = threadIdx.x & 2;
-    u32 near = __shfl_xor_sync(~0u, odd ? a : b, 1), other = __shfl_xor_sync(~0u, odd ? c : d, 1);
-    uint2 first = odd ? uint2{near, b} : uint2{a, near}, second = odd ? uint2{other, d} : uint2{c, other};
-    uint2 given = far ? first : second, kept = far ? second : first;
-    uint2 got = {__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2)};
-    return far ? uint4{got.x, got.y, kept.x, kept.y} : uint4{kept.x, kept.y, got.x, got.y};
-}
-
 // This block's part of each row to the block that ends the row: rounded, and since CL parts are added, their error is below
 // the result's. :param sum: of rows `row` and row + 8. :param to, barrier: where this block's parts belong there, and what
 // counts them. :param begin: first chunk of 8 values.
 template <int CL, int COUNT>
 __device__ __forceinline__ void send_part(const float (&sum)[COUNT], u32 to, u32 barrier, int row, int begin) {
     constexpr int EACH = 64 / CL;
+    bool swapped = blockIdx.x & 1;  // half of the blocks begin with the other rows: at any time each block is written into
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        int r = row + h * 8;
+        bool lower = (h == 1) != swapped;
+        int r = row + lower * 8;
         u32 there = in_block(to + r % EACH * 512, r / EACH), told = in_block(barrier, r / EACH);
 #pragma unroll
         for (int i = 0; i < COUNT / 16; ++i) {
-            const float* at = sum + 16 * i + 2 * h;
-            uint4 whole = gather(pack(at[0], at[1]), pack(at[4], at[5]), pack(at[8], at[9]), pack(at[12], at[13]));
+            const float* at = sum + 16 * i;
+            auto word = [&](int j) { return lower ? pack(at[j + 2], at[j + 3]) : pack(at[j], at[j + 1]); };
+            uint4 whole = gather(word(0), word(4), word(8), word(12));
             send16(there + ((begin + 4 * i + threadIdx.x % 4 ^ r % 8) << 4), whole, told);
         }
     }
@@ -104,10 +96,16 @@ __device__ __forceinline__ void mix_parts(float (&mix)[8], u32 notes, u32 part) 
     for (int i = 0; i < 8; ++i) mix[i] *= f;
 }
 
+// Weights of a product that is too large to be there early: this block's part into the L2 cache, while memory has little to do.
+__device__ __forceinline__ void ask_part(const char* from, int bytes) {
+    int each = (bytes / (gridDim.x * gridDim.y) + 127) / 128 * 128, begin = (blockIdx.y * gridDim.x + blockIdx.x) * each;
+    if (begin < bytes) ask_ahead(from + begin, min(each, bytes - begin));
+}
+
 template <int CL, int KEYS, int GROUPS>
 __global__ void __launch_bounds__(128 * GROUPS) attend(
     const u16* query, Slab keys, Slab values, const i64* lengths, u16* out, int queries,
-    int group, int kv_heads, int columns, float scale) {
+    int group, int kv_heads, int columns, float scale, const char* gate_up, int gate_up_bytes, const char* down, int down_bytes) {
     constexpr int DIM = 256, CHUNKS = DIM / 8, Q_BYTES = 64 * DIM * 2, K_BYTES = KEYS * DIM * 2, EACH = 64 / CL;
     constexpr int STEP = 128 * GROUPS / CHUNKS;  // rows that all threads bring at once, each thread one chunk of a row
     static_assert(CL * EACH * DIM * 2 <= K_BYTES, "what is received takes the keys' place");
@@ -134,6 +132,10 @@ __global__ void __launch_bounds__(128 * GROUPS) attend(
     bring_columns(k, keys, begin, old);
     bring_columns(v, values, begin, old);
     commit_copies();
+    if (threadIdx.x == 0) {
+        ask_part(gate_up, gate_up_bytes);
+        ask_part(down, down_bytes);
+    }
     for (int r = end - begin + lead; r < KEYS; r += STEP) clear16(v + chunk_at(KEYS, r, chunk));  // or NaN times 0 would be NaN
     STAMP(1);
     wait_for_last();

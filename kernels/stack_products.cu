@@ -1,6 +1,6 @@
 // The products of a layer with at most 64 rows: one cluster of CL blocks computes N outputs of all rows, each block with K
-// of the inputs. The blocks send one another their sums, each ends some of the rows and adds them in a fixed order: no
-// second kernel, the same bits in each run. A norm is no kernel either. Its producer leaves x * (1 + scale) and, per row,
+// of the inputs. The blocks send one another their sums, rounded (the way between blocks is what a product waits for longest),
+// each ends some of the rows and adds them in a fixed order: no second kernel, the same bits in each run. A norm is no kernel either. Its producer leaves x * (1 + scale) and, per row,
 // sums of x * x; its consumer multiplies its product by 1 / rms(x) and adds shift @ W, which was made at load.
 //
 // Shared memory is what keeps a kernel from being there early: x may come in TURNS parts that take one another's place. A
@@ -9,10 +9,11 @@
 template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
 struct Product {
     static constexpr int THREADS = 128 * GROUPS, PANELS = K / 64, STAGES = PANELS >= 4 ? 4 : PANELS, EACH = (ROWS + CL - 1) / CL;
-    static constexpr int PITCH = (N + 23) / 32 * 32 + 8;  // floats of a row of sums; no two rows of a store share a bank
-    static constexpr int EVERY = PANELS / STAGES, HELD = PANELS / TURNS, SLOT = EACH * PITCH * 4, W_BYTES = PANELS * N * ROW;
+    static constexpr int PITCH = N + 8;  // values of a row of sums; the rows of a store begin in other banks
+    static constexpr int EVERY = PANELS / STAGES, HELD = PANELS / TURNS, SLOT = EACH * PITCH * 2, W_BYTES = PANELS * N * ROW;
     static constexpr int X_BYTES = HELD * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
     static_assert(STAGES % TURNS == 0 && PANELS % STAGES == 0, "a turn is whole stages");
+    static_assert(N % 8 == 0 && SLOT % 16 == 0, "sums go in chunks of 16 bytes");
 
     u32 w, x, inbox, barriers;  // panels of the weight and of x; all blocks' sums of own rows; of each stage, of the sums
     float *factor, *marks;
@@ -38,7 +39,7 @@ struct Product {
             show_barriers();
             publish();  // to the copy engine too, which is started before the threads meet
             for (int stage = 0; stage < STAGES; ++stage) expect(barriers + stage * 8, W_BYTES / STAGES);
-            expect(sums(), CL * (last - first) * N * 4);
+            expect(sums(), CL * (last - first) * N * 2);
             fetch_map(x_map);
         }
     }
@@ -93,14 +94,23 @@ struct Product {
         STAMP(4);
         int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane / 4, each = (rows + CL - 1) / CL;
         int upper = min(r / each, CL - 1), lower = min((r + 8) / each, CL - 1);
-        u32 at = inbox + rank * SLOT + (threadIdx.x / 128 * (N / GROUPS) + lane % 4 * 2) * 4;
-        u32 to[2] = {in_block(at + r % each * PITCH * 4, upper), in_block(at + (r + 8) % each * PITCH * 4, lower)};
+        u32 at = inbox + rank * SLOT + threadIdx.x / 128 * (N / GROUPS) * 2;
+        u32 to[2] = {in_block(at + r % each * PITCH * 2, upper), in_block(at + (r + 8) % each * PITCH * 2, lower)};
         u32 told[2] = {in_block(sums(), upper), in_block(sums(), lower)};
-        meet();  // all blocks live, and their barriers
+        constexpr int CHUNKS = N / GROUPS / 8;  // of 8 outputs of a row: four threads hold two each
+        meet();                                 // all blocks live, and their barriers
 #pragma unroll
-        for (int j = 0; j < N / GROUPS / 8; ++j) {
-            if (r < rows) send2(to[0] + j * 32, sum[4 * j], sum[4 * j + 1], told[0]);
-            if (r + 8 < rows) send2(to[1] + j * 32, sum[4 * j + 2], sum[4 * j + 3], told[1]);
+        for (int h = 0; h < 2; ++h) {
+            bool there = r + h * 8 < rows;
+            auto word = [&](int chunk) { return pack(sum[4 * chunk + 2 * h], sum[4 * chunk + 2 * h + 1]); };
+#pragma unroll
+            for (int j = 0; j + 4 <= CHUNKS; j += 4) {
+                uint4 whole = gather(word(j), word(j + 1), word(j + 2), word(j + 3));
+                if (there) send16(to[h] + (j + lane % 4) * 16, whole, told[h]);
+            }
+#pragma unroll
+            for (int j = CHUNKS / 4 * 4; j < CHUNKS; ++j)
+                if (there) send1(to[h] + j * 16 + lane % 4 * 4, word(j), told[h]);
         }
         wait_bytes(sums());
         __syncthreads();  // and the factors are there
@@ -109,12 +119,12 @@ struct Product {
 
     // Four outputs of one of this block's rows, all inputs.
     __device__ float4 total(int r, int c) {
-        u32 at = inbox + (r * PITCH + c) * 4;
-        float4 sum = read4(at);
+        u32 at = inbox + (r * PITCH + c) * 2;
+        float4 sum = {0, 0, 0, 0};
 #pragma unroll
-        for (int i = 1; i < CL; ++i) {
-            float4 part = read4(at + i * SLOT);
-            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        for (int i = 0; i < CL; ++i) {
+            uint2 part = read8(at + i * SLOT);
+            sum.x += low_of(part.x), sum.y += high_of(part.x), sum.z += low_of(part.y), sum.w += high_of(part.y);
         }
         return sum;
     }

@@ -189,6 +189,7 @@ inline void bring(u32 to, const Map& map, int column, int row, u32 barrier) {
         count(*block, barrier, -map.box * 128, 0);
     });
 }
+inline void ask_ahead(const void*, u32 bytes) { if (bytes % 16) fail("bytes must be whole chunks of 16", bytes); }
 inline void copy16(u32 to, const void* from) {
     Block* block = &own();
     cluster->now->copies.back().push_back([=] { write(*block, to, from, 16); });
@@ -203,8 +204,8 @@ void wait_copies() {
     }
 }
 
-inline float4 read4(u32 at) { return read_as<float4>(at); }
 inline float2 read2(u32 at) { return read_as<float2>(at); }
+inline uint2 read8(u32 at) { return read_as<uint2>(at); }
 inline uint4 read16(u32 at) { return read_as<uint4>(at); }
 inline void write1(u32 at, u32 v) { write(own(), at, &v, 4); }
 inline void clear16(u32 at) { uint4 v = {}; write(own(), at, &v, 16); }
@@ -213,6 +214,7 @@ template <class T> void send(u32 at, T v, u32 barrier) {
     Block* block = &block_at(at);
     cluster->under_way.push_back([=] { write(*block, at, &v, sizeof v), count(*block, barrier, -static_cast<long>(sizeof v), 0); });
 }
+inline void send1(u32 at, u32 v, u32 barrier) { send(at, v, barrier); }
 inline void send2(u32 at, float a, float b, u32 barrier) { send(at, float2{a, b}, barrier); }
 inline void send16(u32 at, uint4 v, u32 barrier) { send(at, v, barrier); }
 

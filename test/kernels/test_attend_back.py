@@ -43,12 +43,21 @@ def autograd(args: tuple[Any, ...]) -> list[Tensor]:
     return [found[0], *(part.gather(2, at) for part in found[1:])]
 
 
+# Over the largest value, in bfloat16: few values are sums of many rounded ones that cancel. The definition's own error in
+# the last size is up to 1.3e-2 over six seeds.
+CANCELLED = 2.5e-2
+
+
 def check(found: Any, wanted: list[Tensor], dtype: torch.dtype, agree: Any) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
-        if float(theirs.abs().max()) < 1e-6:  # one column: its weight is 1 whatever the query
+        most = float(theirs.abs().max())
+        if most < 1e-6:  # one column: its weight is 1 whatever the query
             assert float(ours.abs().max()) < 2e-2
-            continue
-        agree(ours, theirs.to(dtype))
+        elif dtype == torch.bfloat16:
+            assert (ours.shape, ours.dtype) == (theirs.shape, dtype)
+            assert (ours.float() - theirs).abs().max() <= CANCELLED * most
+        else:
+            agree(ours, theirs)
 
 
 @pytest.mark.parametrize(("size", "lengths"), SIZES, ids=str)

@@ -28,7 +28,7 @@ import torch
 from evidence import conclude
 
 Row = tuple[str, str, bool | None]
-FORMS = ("one warpgroup in attention", "two", "two, x of gate/up in turns", "two, QKV 128 wide")
+FORMS = ("as it is", "gate/up ahead", "both ahead", "o 32 wide", "QKV 32 wide", "both 32 wide", "x of gate/up in turns", "two groups")
 PARTS = {"compile": 30, "chain": 35, **dict.fromkeys(FORMS, 20), "blas": 20, "pi05": 120, "pi0": 60, "profile": 15}
 """Part -> its limit [s]. A form's part measures the form."""
 WIDTH, INNER, QUERIES, ACTIONS = 1024, 4096, 2048, 32
@@ -40,8 +40,13 @@ def cuts_of(form: str) -> Any:
     """How a form cuts the layers; without a name as kernels/stack.py does. Imported where there is a GPU only."""
     from phyai_kernels.stack import MEASURED, AttendCut, Cut, Cuts
 
-    two = Cuts(attend=AttendCut(16, 64, 2))
-    made = (Cuts(), two, two._replace(gated=Cut(128, 2, 2, 2)), two._replace(project=Cut(128, 4, 2)))
+    base = Cuts(attend=AttendCut(16, 64, 1))
+    both = base._replace(ahead=("gate_up", "down"))
+    o, qkv = {"o": Cut(32, 4)}, {"project": Cut(32, 2, 1, 2)}
+    made = (
+        base, base._replace(ahead=("gate_up",)), both, both._replace(**o), both._replace(**qkv), both._replace(**o, **qkv),
+        both._replace(gated=Cut(128, 2, 2, 2)), both._replace(attend=AttendCut(16, 64, 2)),
+    )
     return dict(zip(FORMS, made, strict=True)).get(form, MEASURED)
 
 
