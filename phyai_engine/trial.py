@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phyai_engine.layers.ops import CANDIDATES, OpShape
-from phyai_engine.layers.self_check import TOLERANCES, cases, definition, largest_error
+from phyai_engine.layers.self_check import TOLERANCES, cases, definition, largest_error, map_tensors
 
 _CALLS = 20  # in one graph
 _CACHE_BYTES = 256 * 2**20  # of inputs that take turns: more than any last-level cache
@@ -87,7 +87,7 @@ def time_us(shape: OpShape, candidate: Callable[..., Any], device: torch.device,
         candidate(*args)
         return statistics.median(_host_us(candidate, args) for _ in range(3))
     size = sum(tensor.nbytes for tensor in _tensors(args))
-    copies = [args, *(_cloned(args) for _ in range(min(_MOST_COPIES, _CACHE_BYTES // max(size, 1))))]
+    copies = [args, *(map_tensors(args, torch.clone) for _ in range(min(_MOST_COPIES, _CACHE_BYTES // max(size, 1))))]
     calls = [copies[i % len(copies)] for i in range(_CALLS)]
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -119,9 +119,3 @@ def _host_us(candidate: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
     return [t for arg in args for t in (_tensors(arg) if isinstance(arg, tuple) else [arg]) if isinstance(t, Tensor)]
-
-
-def _cloned(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        arg.clone() if isinstance(arg, Tensor) else _cloned(arg) if isinstance(arg, tuple) else arg for arg in args
-    )

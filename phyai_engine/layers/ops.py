@@ -60,14 +60,11 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
     **{op: {"triton": f"phyai_kernels.{op}"} for op in DIMS},
     "rms_norm": {"triton": "phyai_kernels.rms_norm", "flashinfer": "phyai_kernels.flashinfer_rms_norm"},
     "gelu_mul": {"triton": "phyai_kernels.gelu_mul", "flashinfer": "phyai_kernels.flashinfer_gelu_mul"},
-    "linear_norm": {"triton": "phyai_kernels.linear_norm", "cublaslt": "phyai_kernels.cublaslt_linear_norm"},
     "stack": {"cuda": "phyai_kernels.stack"},
 }
 
 
 BACK = tuple(op for op in DIMS if op.endswith("_back"))
-BY_NAME = frozenset({("stack", "cuda"), ("linear_norm", "cublaslt"), *((op, "triton") for op in BACK)})
-"""(operator, kind) that ``auto`` takes only where a profile names it: not yet timed in whole requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +214,7 @@ def load_ops(kind: Kind, *, device: torch.device, shapes: Sequence[OpShape], pro
         own = [shape for shape in dict.fromkeys(shapes) if shape.op == op]
         named = {s: choices.get((op, str(s.dtype).removeprefix("torch."), s.dims), "") for s in own}
         named = {s: choice if choice in ("reference", *CANDIDATES[op]) else "" for s, choice in named.items()}
-        by_name = BY_NAME if kind == "auto" else frozenset()
-        tried = [name for name in order if (op, name) not in by_name or name in named.values()]
-        kinds = {name: CANDIDATES[op][name] for name in tried if name in CANDIDATES[op]}
+        kinds = {name: CANDIDATES[op][name] for name in order if name in CANDIDATES[op]}
         implementation, reasons[op] = _choose(op, kind, device, named, kinds)
         if own and kind == "auto" and device.type != "cpu":
             reasons[op] += f"; by {origin}"

@@ -190,7 +190,7 @@ class PiModel(nn.Module):
             raise ConfigError("options.variant contradicts the family", got=options.variant, wanted=config.family)
         device = device_of(config.device)
         if "images" not in config.options:
-            options = structs.replace(options, images=images_of(config.resize, device.type))
+            options = structs.replace(options, images=images_of(config.resize))
         check_device(options, device)
         if not config.checkpoint:
             return cls.random(options, config.seed, device=device)

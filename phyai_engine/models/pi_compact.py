@@ -8,13 +8,11 @@ captured graph of a larger shape takes what is arranged for it.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from phyai_engine.models.pi_options import PiOptions
@@ -118,20 +116,9 @@ def stage(options: PiOptions, shape: BatchShape, rows: Sequence[Inputs], into: M
         into["source"][:], into["valid"][:], into["mask"][:] = layout.source, layout.valid, layout.mask
     cameras = image_mask.shape[1]
     for i, place in enumerate(np.flatnonzero(image_mask)):
-        _copy(into["images"][i], rows[place // cameras]["images"][place % cameras])
+        into["images"][i] = rows[place // cameras]["images"][place % cameras]
     for i, row in enumerate(rows):
         # What stands under a false mask may be anything, and beyond the vocabulary.
         into["tokens"][i] = np.where(row["token_mask"], row["tokens"], 0)
         if "state" in into:
             into["state"][i] = row["state"]
-
-
-def _copy(to: NDArray[Any], source: NDArray[Any]) -> None:
-    """Copy a large array on several cores: torch shares the work among its threads."""
-    if not source.flags.c_contiguous:
-        to[:] = source
-        return
-    if not source.flags.writeable:  # torch warns of an array that it must not write, although it only reads
-        memory: Any = (ctypes.c_byte * source.nbytes).from_address(source.ctypes.data)
-        source = np.frombuffer(memory, source.dtype)
-    torch.from_numpy(to).copy_(torch.from_numpy(source).view(to.shape))

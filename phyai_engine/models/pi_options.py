@@ -134,10 +134,9 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-def images_of(resize: str, device: str) -> Images:
+def images_of(resize: str) -> Images:
     """How images come to the model: as bytes where the resampler ends in them, a quarter of what planes are.
 
-    :param resize: of the model file. :param device: torch's word. On an accelerator planes stay until bytes have been
-        timed there; the actions are the same.
+    :param resize: of the model file.
     """
-    return "bytes" if resize == "pillow" and device == "cpu" else "planes"
+    return "bytes" if resize == "pillow" else "planes"

@@ -43,8 +43,8 @@ def autograd(args: tuple[Any, ...]) -> list[Tensor]:
     return [found[0], *(part.gather(2, at) for part in found[1:])]
 
 
-# Over the largest value, in bfloat16: few values are sums of many rounded ones that cancel. The definition's own error in
-# the last size is up to 1.3e-2 over six seeds.
+# Over the largest value, in bfloat16: few values are sums of many rounded ones that cancel. In the last size the
+# definition's own error is up to 1.3e-2 over six seeds.
 CANCELLED = 2.5e-2
 
 

@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 import torch
 import yaml
-from phyai_kernels import cublaslt_linear_norm, hopper, linear_norm, reference, stack
+from phyai_kernels import hopper, reference, stack
 from phyai_kernels.reference import LayerWeights
 from torch import Tensor
 
 from phyai_engine.graphs import Graphs
-from phyai_engine.layers.ops import OpShape
 from phyai_engine.layers.profile import Measured
 from phyai_engine.layers.self_check import cases, map_tensors, widen
 from phyai_engine.models.pi import PiModel, PiOptions, op_shapes
@@ -165,23 +164,11 @@ def triton_operators() -> Any:
     return SimpleNamespace(**{name: getattr(importlib.import_module(f"phyai_kernels.{name}"), name) for name in names})
 
 
-def blas_us(rows: int, inputs: int) -> str:
-    """linear_norm to 2048 outputs with cuBLAS' and with cuBLASLt's product; weights take turns past the cache."""
-    shape = OpShape("linear_norm", torch.bfloat16, (rows, inputs, 2048))
-    forms = {"cublas": linear_norm.linear_norm, "cublaslt": cublaslt_linear_norm.linear_norm}
-    trials = [attempt(shape, kind, lambda form=form: form, torch.device("cuda")) for kind, form in forms.items()]
-    return " / ".join(trial.why if trial.us is None else f"{trial.us:.1f}" for trial in trials)
-
-
 def bind(model: PiModel, name: str, cuts: Any) -> None:
-    """What the next graphs of a model are captured with. :param name: may say ``stack`` and ``cuBLASLt``."""
-    if "stack" in name:
-        fused = functools.partial(stack.stack, cuts=cuts)
-        model.ops = replace(model.ops, stack=fused)
-        if model.options.variant == "pi05":
-            model.moved = model.moved_shifts()
-    if "cuBLASLt" in name:
-        model.ops = replace(model.ops, linear_norm=cublaslt_linear_norm.linear_norm)
+    """What the next graphs of a model are captured with. :param name: ``stack``, or something else for the chain."""
+    model.ops = replace(
+        model.ops, stack=functools.partial(stack.stack, cuts=cuts) if name == "stack" else reference.stack
+    )
 
 
 def captured(model: PiModel, shapes: Sequence[tuple[str, int, int, float]]) -> Graphs:

@@ -4,9 +4,8 @@ Parts, each a process of its own with a limit, so that one that fails or hangs c
 1. compile: all kernels, into the cache that the other parts read. 2. chain: plain torch and the Triton chain.
 3. each form: the error of two layers against float32, whether runs have the same bits, us a layer in a graph of 18
    layers, a whole step with both ends, where a layer's time goes.
-4. blas: products of many rows that cuBLASLt may do better.
-5. pi05, pi0: whole requests as the model is bound now, with the fastest correct form, and with cuBLASLt besides.
-6. profile: the rows for config/profiles, if the form is to be bound.
+4. pi05, pi0: whole requests with the Triton chain, and with the fastest correct form.
+5. profile: the rows for config/profiles.
 """
 
 from __future__ import annotations
@@ -28,11 +27,20 @@ import torch
 from evidence import conclude
 
 Row = tuple[str, str, bool | None]
-FORMS = ("as it is", "gate/up ahead", "both ahead", "o 32 wide", "QKV 32 wide", "both 32 wide", "x of gate/up in turns", "two groups")
-PARTS = {"compile": 30, "chain": 35, **dict.fromkeys(FORMS, 20), "blas": 20, "pi05": 120, "pi0": 60, "profile": 15}
+FORMS = (
+    "as it is",
+    "gate/up ahead",
+    "both ahead",
+    "o 32 wide",
+    "QKV 32 wide",
+    "both 32 wide",
+    "x of gate/up in turns",
+    "two groups",
+)
+PARTS = {"compile": 30, "chain": 35, **dict.fromkeys(FORMS, 20), "pi05": 120, "pi0": 60, "profile": 15}
 """Part -> its limit [s]. A form's part measures the form."""
 WIDTH, INNER, QUERIES, ACTIONS = 1024, 4096, 2048, 32
-BOUND = "as bound"
+BOUND = "Triton chain"
 WANTED_US, WANTED_STEPS_MS = 22.0, 4.2
 
 
@@ -44,8 +52,14 @@ def cuts_of(form: str) -> Any:
     both = base._replace(ahead=("gate_up", "down"))
     o, qkv = {"o": Cut(32, 4)}, {"project": Cut(32, 2, 1, 2)}
     made = (
-        base, base._replace(ahead=("gate_up",)), both, both._replace(**o), both._replace(**qkv), both._replace(**o, **qkv),
-        both._replace(gated=Cut(128, 2, 2, 2)), both._replace(attend=AttendCut(16, 64, 2)),
+        base,
+        base._replace(ahead=("gate_up",)),
+        both,
+        both._replace(**o),
+        both._replace(**qkv),
+        both._replace(**o, **qkv),
+        both._replace(gated=Cut(128, 2, 2, 2)),
+        both._replace(attend=AttendCut(16, 64, 2)),
     )
     return dict(zip(FORMS, made, strict=True)).get(form, MEASURED)
 
@@ -104,14 +118,6 @@ def one_form(chosen: argparse.Namespace) -> Iterator[Row]:
     yield f"{chosen.part}: us from the kernel in front", layers.stamps(cuts), None
 
 
-def blas(_: argparse.Namespace) -> Iterator[Row]:
-    from gpu_layers import blas_us
-
-    for rows in (712, 784, 832, 968):
-        text = "; ".join(f"from {inputs}: {blas_us(rows, inputs)}" for inputs in (16384, 2048))
-        yield f"linear_norm of {rows} rows to 2048, us, cuBLAS / cuBLASLt", text, None
-
-
 def requests(chosen: argparse.Namespace) -> Iterator[Row]:
     import gpu
     import gpu_layers
@@ -122,7 +128,7 @@ def requests(chosen: argparse.Namespace) -> Iterator[Row]:
     cases = [case for case in gpu.CASES if case[0] == chosen.part]
     o = PiOptions(variant=chosen.part, dtype="bfloat16", prompt_len=max(prompt for *_, prompt, _ in cases))
     model, found = gpu_model.full_size(o), {}
-    for name in (BOUND, "stack", "stack, cuBLASLt"):
+    for name in (BOUND, "stack"):
         gpu_layers.bind(model, name, cuts_of(chosen.form))
         found[name] = gpu_layers.captured(model, cases)
         checks = gpu.check(model, found[name], [case[1:3] for case in cases])
@@ -137,7 +143,7 @@ def requests(chosen: argparse.Namespace) -> Iterator[Row]:
             _, n, p50, p99, most, copy, vision, prefix, steps, *_ = gpu.figures(name, runs, wanted)
             phases = f"copy in {copy}, vision {vision}, prefix {prefix}, steps {steps}"
             held = None if name == BOUND else float(p50) <= wanted and float(steps) <= WANTED_STEPS_MS
-            text = f"p50 {p50} p99 {p99} max {most} (n {n}); {phases}; {apart:.1e} from as bound"
+            text = f"p50 {p50} p99 {p99} max {most} (n {n}); {phases}; {apart:.1e} from it"
             yield f"{chosen.part} {cameras}/{prompt}, {name}", text, held
 
 
@@ -152,7 +158,6 @@ RUN: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "compile": compile_all,
     "chain": chain,
     **dict.fromkeys(FORMS, one_form),
-    "blas": blas,
     "pi05": requests,
     "pi0": requests,
     "profile": profile,
