@@ -5,7 +5,7 @@ pass over the keys gives the gradient of the queries, span by span. The second m
 again, now that the spans' peaks and sums are known, and from them the gradients of these keys and values, a part for
 each tile of queries. The third adds spans and parts. No two programs add to one sum, so each run gives the same bits.
 Logits and weights never leave the chip (8 heads of 50 queries over 1018 keys: four times 1.6 MB in fp32, written and
-read by some twenty separate operators). NOT MEASURED.
+read by some twenty separate operators).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Plan(NamedTuple):
 
 
 def plan(packed: int, pairs: int, columns: int, dim: int, *, itemsize: int, chip: int) -> Plan:
-    """NOT MEASURED. Parameters are those of ``attend.plan``."""
+    """Parameters are those of ``attend.plan``. Warps as measured on an H200 at 50 queries over 1018 columns."""
     wide = itemsize == 4
     rows, across = block(packed, largest=16 if wide and dim > 128 else 64), block(columns, largest=32)
     depth = block(dim, largest=WIDEST) * itemsize
     stages = stages_that_fit(chip, 2 * rows * depth, 2 * across * depth, most=2 if wide else 3)
     spans = min(WAVE // (triton.cdiv(packed, rows) * pairs), triton.cdiv(columns, SHORTEST_SPAN), MOST_SPANS)
     span = triton.cdiv(triton.cdiv(columns, max(spans, 1)), across) * across
-    return Plan(rows, across, span, part=32 if wide else 64, warps=8, stages=stages)
+    return Plan(rows, across, span, part=32 if wide else 64, warps=8 if wide else 4, stages=stages)
 
 
 @triton.jit

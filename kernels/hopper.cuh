@@ -59,11 +59,6 @@ __device__ __forceinline__ void bring(u32 to, const Map& map, int column, int ro
         : "memory");
 }
 
-// Bytes that a later kernel reads, into the L2 cache. :param bytes: a multiple of 16.
-__device__ __forceinline__ void ask_ahead(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -92,8 +87,6 @@ __device__ __forceinline__ uint4 read16(u32 at) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
-
-__device__ __forceinline__ void write1(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 
 __device__ __forceinline__ void clear16(u32 at) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");

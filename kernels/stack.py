@@ -26,33 +26,28 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block,
-    and in how many parts x comes that take one another's place.
-    """
+    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block."""
 
     outputs: int
     blocks: int
     groups: int = 1
-    turns: int = 1
 
 
 class AttendCut(NamedTuple):
-    """How attention is cut: blocks of a cluster, columns of a block, warpgroups of a block."""
+    """How attention is cut: blocks of a cluster, columns of a block."""
 
     blocks: int
     columns: int
-    groups: int = 1
 
 
 class Cuts(NamedTuple):
-    """Of one layer."""
+    """Of one layer; as measured on an H200 at 50 rows and 1018 columns."""
 
     project: Cut = Cut(64, 4)
-    attend: AttendCut = AttendCut(16, 64)
+    attend: AttendCut = AttendCut(8, 128)
     o: Cut = Cut(64, 4)
     gated: Cut = Cut(128, 2, 2)
     down: Cut = Cut(72, 8)
-    ahead: tuple[str, ...] = ()  # of LayerWeights: what attention asks into the L2 cache
 
 
 MEASURED = Cuts()
@@ -72,7 +67,7 @@ class Kernels(NamedTuple):
 def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
     """Of a block of a product: as Product in stack_products.cu has it. :param tall: rows of x's panels, 56 or 64."""
     part, each = inputs // cut.blocks, -(-tall // cut.blocks)
-    rows = part // 64 // cut.turns * tall * 128 + (64 - tall) * 128
+    rows = part // 64 * tall * 128 + (64 - tall) * 128
     own = each * (cut.outputs // 4) * 4 if marks else 0
     return 1024 + part // 64 * cut.outputs * 128 + rows + cut.blocks * each * (cut.outputs + 8) * 2 + 64 + 256 + own
 
@@ -96,11 +91,10 @@ def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> 
     found: dict[str, Instance] = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
         more = f", {HEAD // 2}" if name == "project" else ""
-        text = f"{op}<{cut.outputs}, {inputs // cut.blocks}, {cut.blocks}, {cut.groups}, {tall}, {cut.turns}{more}>"
+        text = f"{op}<{cut.outputs}, {inputs // cut.blocks}, {cut.blocks}, {cut.groups}, {tall}{more}>"
         found[name] = text, (("Mma", cut.outputs // cut.groups),)
-    blocks, columns, groups = cuts.attend
-    second = ("Wide", HEAD) if groups == 1 else ("Tall", HEAD // groups)
-    found["attend"] = f"attend<{blocks}, {columns}, {groups}>", (("Mma", columns), second)
+    blocks, columns = cuts.attend
+    found["attend"] = f"attend<{blocks}, {columns}>", (("Mma", columns), ("Wide", HEAD))
     return found | {"scale_rows": ("scale_rows", ())}
 
 
@@ -123,9 +117,9 @@ def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, device:
             raise ValueError(f"{inputs} inputs are not whole panels of {cut.blocks} blocks")
         shared = shared_bytes(cut, inputs, tall, marks=op == "add_product")
         made[name] = hopper.kernel(functions[name], threads=128 * cut.groups, cluster=cut.blocks, shared=shared)
-    blocks, columns, groups = cuts.attend
+    blocks, columns = cuts.attend
     shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 64 * 8 + 8
-    made["attend"] = hopper.kernel(functions["attend"], threads=128 * groups, cluster=blocks, shared=shared)
+    made["attend"] = hopper.kernel(functions["attend"], threads=128, cluster=blocks, shared=shared)
     made["scale_rows"] = hopper.kernel(functions["scale_rows"], threads=256, cluster=1, shared=0)
     return Kernels(**made)
 
@@ -282,7 +276,7 @@ class _Run(NamedTuple):
     def layer(self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm]) -> _Stream:
         """Five launches."""
         before, between, behind = norms
-        attended = self.attend(i, self.project(i, stream, layer.qkv, before.moved), layer)
+        attended = self.attend(i, self.project(i, stream, layer.qkv, before.moved))
         stream = self.add_product(self.kernels.o, self.cuts.o, attended, layer.o, stream, before.gate, between.scale)
         gated = self.gated_up(stream, layer.gate_up, between.moved)
         return self.add_product(
@@ -300,18 +294,14 @@ class _Run(NamedTuple):
         hopper.launch(self.kernels.project, (_blocks(cut, len(weight)), 1), (*args, EPS))
         return query
 
-    def attend(self, i: int, query: Tensor, layer: LayerWeights) -> Tensor:
-        """[B, S, heads * D]. :param layer: whose later products it asks for."""
+    def attend(self, i: int, query: Tensor) -> Tensor:
+        """[B, S, heads * D]"""
         (batch, tokens, heads, kv_heads, columns), span = self.sizes, self.span
         out = torch.empty((batch, tokens, heads * HEAD), dtype=query.dtype, device=query.device)
         slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
         group = heads // kv_heads
         tiles = -(-group * tokens // 64)
-        later: list[Any] = []
-        for name in ("gate_up", "down"):
-            weight = getattr(layer, name) if name in self.cuts.ahead else None
-            later += [weight, 0 if weight is None else weight.nbytes]
-        args = query, *slabs, span.lengths, out, tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E, *later
+        args = query, *slabs, span.lengths, out, tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E
         hopper.launch(self.kernels.attend, (tiles * self.cuts.attend.blocks, batch * kv_heads), args)
         return out
 

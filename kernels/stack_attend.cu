@@ -1,15 +1,13 @@
 // Attention of few queries over a slab of keys, one launch: a cluster of CL blocks has 64 packed queries (row r is query r %
 // queries of head r / queries) and CL * KEYS columns, KEYS of them a block. Each sends its part of a row to the block that
-// ends it: partial sums do not go through memory. Heads of 256.
-//
-// With one warpgroup a row's shares stay in registers, where the second product wants them. With two the first makes the
-// shares and both multiply with them, each half of the head: the second shortens the copies, the sends and the last sums.
+// ends it: partial sums do not go through memory. Heads of 256. One warpgroup: a row's shares stay in registers, where the
+// second product wants them.
 
 // This block's part of each row to the block that ends the row: rounded, and since CL parts are added, their error is below
 // the result's. :param sum: of rows `row` and row + 8. :param to, barrier: where this block's parts belong there, and what
-// counts them. :param begin: first chunk of 8 values.
-template <int CL, int COUNT>
-__device__ __forceinline__ void send_part(const float (&sum)[COUNT], u32 to, u32 barrier, int row, int begin) {
+// counts them.
+template <int CL>
+__device__ __forceinline__ void send_part(const float (&sum)[128], u32 to, u32 barrier, int row) {
     constexpr int EACH = 64 / CL;
     bool swapped = blockIdx.x & 1;  // half of the blocks begin with the other rows: at any time each block is written into
 #pragma unroll
@@ -18,11 +16,11 @@ __device__ __forceinline__ void send_part(const float (&sum)[COUNT], u32 to, u32
         int r = row + lower * 8;
         u32 there = in_block(to + r % EACH * 512, r / EACH), told = in_block(barrier, r / EACH);
 #pragma unroll
-        for (int i = 0; i < COUNT / 16; ++i) {
+        for (int i = 0; i < 8; ++i) {
             const float* at = sum + 16 * i;
             auto word = [&](int j) { return lower ? pack(at[j + 2], at[j + 3]) : pack(at[j], at[j + 1]); };
             uint4 whole = gather(word(0), word(4), word(8), word(12));
-            send16(there + ((begin + 4 * i + threadIdx.x % 4 ^ r % 8) << 4), whole, told);
+            send16(there + ((4 * i + threadIdx.x % 4 ^ r % 8) << 4), whole, told);
         }
     }
 }
@@ -68,48 +66,35 @@ __device__ __forceinline__ void weigh(
     }
 }
 
-// One row's end: eight values, of `parts` blocks' parts from `first` on. Threads of a warp's other half have the other parts.
-// :param notes, part: of the row, of block 0. :return: the values, each over the sum of all weights.
-template <int CL, int HALVES>
+// One row's end: eight values, of all blocks' parts. :param notes, part: of the row, of block 0. :return: the values, each
+// over the sum of all weights.
+template <int CL>
 __device__ __forceinline__ void mix_parts(float (&mix)[8], u32 notes, u32 part) {
-    constexpr int EACH = 64 / CL, PARTS = CL / HALVES;
-    int first = HALVES == 1 ? 0 : threadIdx.x / 16 % 2 * PARTS;
+    constexpr int EACH = 64 / CL;
     float top = NONE, all = 0;
 #pragma unroll
     for (int b = 0; b < CL; ++b) top = fmaxf(top, read2(notes + b * EACH * 8).x);
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-        float2 note = read2(notes + (first + i) * EACH * 8);
-        uint4 got = read16(part + (first + i) * EACH * 512);
+    for (int b = 0; b < CL; ++b) {
+        float2 note = read2(notes + b * EACH * 8);
+        uint4 got = read16(part + b * EACH * 512);
         float f = power_of_two(note.x - top);
         all += f * note.y;
         mix[0] += f * low_of(got.x), mix[1] += f * high_of(got.x), mix[2] += f * low_of(got.y), mix[3] += f * high_of(got.y);
         mix[4] += f * low_of(got.z), mix[5] += f * high_of(got.z), mix[6] += f * low_of(got.w), mix[7] += f * high_of(got.w);
-    }
-    if (HALVES == 2) {
-        all += __shfl_xor_sync(~0u, all, 16);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) mix[i] += __shfl_xor_sync(~0u, mix[i], 16);
     }
     float f = 1.0f / all;
 #pragma unroll
     for (int i = 0; i < 8; ++i) mix[i] *= f;
 }
 
-// Weights of a product that is too large to be there early: this block's part into the L2 cache, while memory has little to do.
-__device__ __forceinline__ void ask_part(const char* from, int bytes) {
-    int each = (bytes / (gridDim.x * gridDim.y) + 127) / 128 * 128, begin = (blockIdx.y * gridDim.x + blockIdx.x) * each;
-    if (begin < bytes) ask_ahead(from + begin, min(each, bytes - begin));
-}
-
-template <int CL, int KEYS, int GROUPS>
-__global__ void __launch_bounds__(128 * GROUPS) attend(
+template <int CL, int KEYS>
+__global__ void __launch_bounds__(128) attend(
     const u16* query, Slab keys, Slab values, const i64* lengths, u16* out, int queries,
-    int group, int kv_heads, int columns, float scale, const char* gate_up, int gate_up_bytes, const char* down, int down_bytes) {
+    int group, int kv_heads, int columns, float scale) {
     constexpr int DIM = 256, CHUNKS = DIM / 8, Q_BYTES = 64 * DIM * 2, K_BYTES = KEYS * DIM * 2, EACH = 64 / CL;
-    constexpr int STEP = 128 * GROUPS / CHUNKS;  // rows that all threads bring at once, each thread one chunk of a row
+    constexpr int STEP = 128 / CHUNKS;  // rows that all threads bring at once, each thread one chunk of a row
     static_assert(CL * EACH * DIM * 2 <= K_BYTES, "what is received takes the keys' place");
-    static_assert(KEYS <= DIM && CL % GROUPS == 0, "the shares take the queries' place");
     extern __shared__ char chip[];
     start_next();
     STAMP(0);
@@ -132,10 +117,6 @@ __global__ void __launch_bounds__(128 * GROUPS) attend(
     bring_columns(k, keys, begin, old);
     bring_columns(v, values, begin, old);
     commit_copies();
-    if (threadIdx.x == 0) {
-        ask_part(gate_up, gate_up_bytes);
-        ask_part(down, down_bytes);
-    }
     for (int r = end - begin + lead; r < KEYS; r += STEP) clear16(v + chunk_at(KEYS, r, chunk));  // or NaN times 0 would be NaN
     STAMP(1);
     wait_for_last();
@@ -151,53 +132,37 @@ __global__ void __launch_bounds__(128 * GROUPS) attend(
     __syncthreads();
     STAMP(3);
 
-    bool weighs = GROUPS == 1 || threadIdx.x < 128;
-    int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     float logit[KEYS / 2], peak[2] = {NONE, NONE}, weight[2] = {0, 0};
     u32 share[KEYS / 4];
-    if (weighs) {
-        open_products();
+    open_products();
 #pragma unroll
-        for (int i = 0; i < DIM / 16; ++i)
-            Mma<KEYS>::add(logit, panels(q + i / 4 * 64 * ROW + i % 4 * 32), panels(k + i / 4 * KEYS * ROW + i % 4 * 32), i > 0);
-        commit_products();
-        wait_products();
-    }
+    for (int i = 0; i < DIM / 16; ++i)
+        Mma<KEYS>::add(logit, panels(q + i / 4 * 64 * ROW + i % 4 * 32), panels(k + i / 4 * KEYS * ROW + i % 4 * 32), i > 0);
+    commit_products();
+    wait_products();
     ready();  // keys were read: their place may be written
-    if (weighs) {
-        weigh<KEYS>(logit, scale, end - begin, peak, weight, share);
-        if (GROUPS > 1) {
-#pragma unroll
-            for (int i = 0; i < KEYS / 4; ++i) write1(q + chunk_at(64, row + i % 2 * 8, i / 2) + lane % 4 * 4, share[i]);
-        }
-    }
+    weigh<KEYS>(logit, scale, end - begin, peak, weight, share);
     wait_copies<0>();
     publish();
     __syncthreads();
-    int part = threadIdx.x / 128;  // of the head
-    float sum[DIM / 2 / GROUPS];
+    float sum[DIM / 2];
     open_products();
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) {
-        u64 read = panels(v + part * (DIM / 64 / GROUPS) * KEYS * ROW + i * 2048, KEYS * ROW);
-        if constexpr (GROUPS == 1)
-            Wide<DIM / GROUPS>::add(sum, share + 4 * i, read, i > 0);
-        else
-            Tall<DIM / GROUPS>::add(sum, panels(q + i / 4 * 64 * ROW + i % 4 * 32), read, i > 0);
-    }
+    for (int i = 0; i < KEYS / 16; ++i) Wide<DIM>::add(sum, share + 4 * i, panels(v + i * 2048, KEYS * ROW), i > 0);
     commit_products();
     wait_products();
     STAMP(4);
     meet();
-    send_part<CL>(sum, k + rank * EACH * 512, barrier, row, part * (CHUNKS / GROUPS));
-    if (weighs) send_notes<CL>(peak, weight, notes + rank * EACH * 8, barrier, row);
+    send_part<CL>(sum, k + rank * EACH * 512, barrier, row);
+    send_notes<CL>(peak, weight, notes + rank * EACH * 8, barrier, row);
     wait_bytes(barrier);
     STAMP(5);
-    for (int i = GROUPS == 1 ? threadIdx.x : threadIdx.x / 32 * 16 + threadIdx.x % 16; i < EACH * CHUNKS; i += 128) {
+    for (int i = threadIdx.x; i < EACH * CHUNKS; i += 128) {
         int own = i / CHUNKS, r = rank * EACH + own, c = i % CHUNKS, place = tile * 64 + r;
+        if (place >= packed) continue;
         float mix[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        mix_parts<CL, GROUPS>(mix, notes + own * 8, k + own * 512 + ((c ^ r % 8) << 4));
-        if (place >= packed || (GROUPS > 1 && threadIdx.x % 32 >= 16)) continue;
+        mix_parts<CL>(mix, notes + own * 8, k + own * 512 + ((c ^ r % 8) << 4));
         i64 to = static_cast<i64>(batch * queries + place % queries) * (kv_heads * group) + kv * group + place / queries;
         *reinterpret_cast<uint4*>(out + to * DIM + c * 8) = {pack(mix[0], mix[1]), pack(mix[2], mix[3]), pack(mix[4], mix[5]), pack(mix[6], mix[7])};
     }

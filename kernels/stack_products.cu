@@ -3,16 +3,16 @@
 // each ends some of the rows and adds them in a fixed order: no second kernel, the same bits in each run. A norm is no kernel either. Its producer leaves x * (1 + scale) and, per row,
 // sums of x * x; its consumer multiplies its product by 1 / rms(x) and adds shift @ W, which was made at load.
 //
-// Shared memory is what keeps a kernel from being there early: x may come in TURNS parts that take one another's place. A
-// block that had to wait for room multiplies what is there of its weights while the rest comes: a barrier a stage.
+// Shared memory is what keeps a kernel from being there early. A block that had to wait for room multiplies what is there of
+// its weights while the rest comes: a barrier a stage.
 
-template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
+template <int N, int K, int CL, int GROUPS, int ROWS>
 struct Product {
     static constexpr int THREADS = 128 * GROUPS, PANELS = K / 64, STAGES = PANELS >= 4 ? 4 : PANELS, EACH = (ROWS + CL - 1) / CL;
     static constexpr int PITCH = N + 8;  // values of a row of sums; the rows of a store begin in other banks
-    static constexpr int EVERY = PANELS / STAGES, HELD = PANELS / TURNS, SLOT = EACH * PITCH * 2, W_BYTES = PANELS * N * ROW;
-    static constexpr int X_BYTES = HELD * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
-    static_assert(STAGES % TURNS == 0 && PANELS % STAGES == 0, "a turn is whole stages");
+    static constexpr int EVERY = PANELS / STAGES, SLOT = EACH * PITCH * 2, W_BYTES = PANELS * N * ROW;
+    static constexpr int X_BYTES = PANELS * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
+    static_assert(PANELS % STAGES == 0, "a stage is whole panels");
     static_assert(N % 8 == 0 && SLOT % 16 == 0, "sums go in chunks of 16 bytes");
 
     u32 w, x, inbox, barriers;  // panels of the weight and of x; all blocks' sums of own rows; of each stage, of the sums
@@ -59,20 +59,17 @@ struct Product {
                 bring(w + (p * N + box * (N / BOXES)) * ROW, map, rank * K + p * 64, row + box * far, barriers + p / EVERY * 8);
     }
 
-    __device__ void bring_stage(const Map& map, int stage) {  // by one thread
-        u32 barrier = barriers + stage * 8;
-        expect(barrier, EVERY * ROWS * ROW);
-        for (int p = stage * EVERY; p < (stage + 1) * EVERY; ++p)
-            bring(x + p % HELD * ROWS * ROW, map, rank * K + p * 64, 0, barrier);
-    }
-
-    __device__ void bring_rows(const Map& map) {  // the first turn
-        if (threadIdx.x == 0)
-            for (int stage = 0; stage < STAGES / TURNS; ++stage) bring_stage(map, stage);
+    __device__ void bring_rows(const Map& map) {
+        if (threadIdx.x > 0) return;
+        for (int stage = 0; stage < STAGES; ++stage) {
+            expect(barriers + stage * 8, EVERY * ROWS * ROW);
+            for (int p = stage * EVERY; p < (stage + 1) * EVERY; ++p)
+                bring(x + p * ROWS * ROW, map, rank * K + p * 64, 0, barriers + stage * 8);
+        }
     }
 
     // All blocks' sums of this block's rows come into the inbox.
-    __device__ void multiply(const Map& map, int rows) {
+    __device__ void multiply(int rows) {
         float sum[N / GROUPS / 2];
         u32 mine = (threadIdx.x / 128) * (N / GROUPS) * ROW;
 #pragma unroll
@@ -82,13 +79,8 @@ struct Product {
             open_products();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                Mma<N / GROUPS>::add(sum, panels(x + p % HELD * ROWS * ROW + k * 32), panels(w + p * N * ROW + mine + k * 32), p + k > 0);
+                Mma<N / GROUPS>::add(sum, panels(x + p * ROWS * ROW + k * 32), panels(w + p * N * ROW + mine + k * 32), p + k > 0);
             commit_products();
-            if (p % EVERY == EVERY - 1 && p + HELD < PANELS) {
-                wait_products();
-                __syncthreads();
-                if (threadIdx.x == 0) bring_stage(map, (p + HELD) / EVERY);
-            }
         }
         wait_products();
         STAMP(4);
@@ -151,7 +143,7 @@ struct Slab {  // keys or values: strides in values
 
 // QKV: x [rows, K * CL] before its factor; queries [B, heads, tokens, 2 * HALF]; K and V into their slab. A tile holds N / 2
 // rotary pairs of one head: their first columns, then their second.
-template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS, int HALF>
+template <int N, int K, int CL, int GROUPS, int ROWS, int HALF>
 __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, const float* cos,
     const float* sin, u16* query, Slab keys, Slab values, const i64* start, int rows,
@@ -160,7 +152,7 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     extern __shared__ char chip[];
     start_next();
     STAMP(0);
-    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, x, weight, rows);
+    Product<N, K, CL, GROUPS, ROWS> p(chip, x, weight, rows);
     int head = p.tile / (HALF / (N / 2)), begin = p.tile % (HALF / (N / 2)) * (N / 2);
     if (threadIdx.x == 0) p.template bring_weights<2>(weight, head * 2 * HALF + begin, HALF);
     p.open();
@@ -178,7 +170,7 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     STAMP(2);
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
-    p.multiply(x, rows);
+    p.multiply(rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 8), r = p.first + own, at = begin + item % (N / 8) * 4;
@@ -215,14 +207,14 @@ __device__ __forceinline__ float gelu(float g) {  // tanh form: g / (1 + exp(-2 
 }
 
 // Gate and up projection and gated GELU: out [rows, outputs]. A tile holds N / 2 gates, then their ups.
-template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
+template <int N, int K, int CL, int GROUPS, int ROWS>
 __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, u16* out,
     int rows, int outputs, int parts, float eps) {
     extern __shared__ char chip[];
     start_next();
     STAMP(0);
-    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, x, weight, rows);
+    Product<N, K, CL, GROUPS, ROWS> p(chip, x, weight, rows);
     int begin = p.tile * (N / 2);
     if (threadIdx.x == 0) p.template bring_weights<2>(weight, begin, outputs);
     p.open();
@@ -238,7 +230,7 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     STAMP(2);
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
-    p.multiply(x, rows);
+    p.multiply(rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 8), r = p.first + own, at = item % (N / 8) * 4;
@@ -253,14 +245,14 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
 }
 
 // total = stream + gate * (x @ weight.T); scaled = total * (1 + scale); squares [rows, tiles]: sums of total * total.
-template <int N, int K, int CL, int GROUPS, int ROWS, int TURNS>
+template <int N, int K, int CL, int GROUPS, int ROWS>
 __global__ void __launch_bounds__(128 * GROUPS) add_product(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const u16* stream, const float* gate, const float* scale,
     u16* total, u16* scaled, float* squares, int rows, int outputs) {
     extern __shared__ char chip[];
     start_next();
     STAMP(0);
-    Product<N, K, CL, GROUPS, ROWS, TURNS> p(chip, x, weight, rows);
+    Product<N, K, CL, GROUPS, ROWS> p(chip, x, weight, rows);
     int begin = p.tile * N;
     if (threadIdx.x == 0) p.template bring_weights<1>(weight, begin);
     p.open();
@@ -283,7 +275,7 @@ __global__ void __launch_bounds__(128 * GROUPS) add_product(
         int item = threadIdx.x + i * p.THREADS, r = p.first + item / (N / 4), o = begin + item % (N / 4) * 4;
         if (r < p.last && o < outputs) before[i] = *reinterpret_cast<const uint2*>(stream + static_cast<i64>(r) * outputs + o);
     }
-    p.multiply(x, rows);
+    p.multiply(rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 4), r = p.first + own, o = begin + item % (N / 4) * 4;

@@ -12,8 +12,7 @@ from pathlib import Path
 
 FORMS = {
     "Mma": (False, 0),  # both operands' inner axis is contiguous
-    "Tall": (False, 1),  # B's outer axis is contiguous
-    "Wide": (True, 1),  # the same, A in registers
+    "Wide": (True, 1),  # B's outer axis is contiguous, A in registers
 }
 """Struct -> A is in registers, B's outer axis is contiguous."""
 

@@ -189,7 +189,6 @@ inline void bring(u32 to, const Map& map, int column, int row, u32 barrier) {
         count(*block, barrier, -map.box * 128, 0);
     });
 }
-inline void ask_ahead(const void*, u32 bytes) { if (bytes % 16) fail("bytes must be whole chunks of 16", bytes); }
 inline void copy16(u32 to, const void* from) {
     Block* block = &own();
     cluster->now->copies.back().push_back([=] { write(*block, to, from, 16); });
@@ -207,7 +206,6 @@ void wait_copies() {
 inline float2 read2(u32 at) { return read_as<float2>(at); }
 inline uint2 read8(u32 at) { return read_as<uint2>(at); }
 inline uint4 read16(u32 at) { return read_as<uint4>(at); }
-inline void write1(u32 at, u32 v) { write(own(), at, &v, 4); }
 inline void clear16(u32 at) { uint4 v = {}; write(own(), at, &v, 16); }
 template <class T> void send(u32 at, T v, u32 barrier) {
     if (at >> RANK == 0 || at >> RANK != barrier >> RANK) fail("a part and its barrier are in different blocks", at, barrier);
@@ -228,7 +226,6 @@ template <int N, bool REGISTERS, bool TURNED> struct Instruction {
     }
 };
 template <int N> struct Mma { static void add(float (&s)[N / 2], u64 a, u64 b, int more) { Instruction<N, false, false>::queue(s, a, nullptr, b, more); } };
-template <int N> struct Tall { static void add(float (&s)[N / 2], u64 a, u64 b, int more) { Instruction<N, false, true>::queue(s, a, nullptr, b, more); } };
 template <int N> struct Wide { static void add(float (&s)[N / 2], const u32* a, u64 b, int more) { Instruction<N, true, true>::queue(s, 0, a, b, more); } };
 
 inline float value(const Block& block, u32 at) {

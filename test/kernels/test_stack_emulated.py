@@ -108,10 +108,10 @@ def stack() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def cuts(stack: Any) -> dict[str, Any]:
-    """Small, but with every path: one and two warpgroups, several turns of x, clusters of 2 to 8 blocks."""
+    """Small, but with every path: one and two warpgroups, clusters of 2 to 8 blocks."""
     cut, attend = stack.Cut, stack.AttendCut
     one = stack.Cuts(cut(64, 4), attend(4, 64), cut(64, 2), cut(128, 2), cut(72, 8))
-    two = stack.Cuts(cut(128, 4, 2), attend(2, 128, 2), cut(64, 4), cut(128, 2, 2, 2), cut(64, 2))
+    two = stack.Cuts(cut(128, 4, 2), attend(2, 128), cut(64, 4), cut(128, 2, 2), cut(64, 2))
     return {"one": one, "two": two}
 
 
@@ -140,7 +140,7 @@ def test_the_kernels_are_the_reference(emulator: Emulator, cuts: dict[str, Any])
 
 @pytest.mark.parametrize("seed", [1])
 def test_no_order_of_threads_and_copies_matters(emulator: Emulator, cuts: dict[str, Any], seed: int) -> None:
-    """Two warpgroups and several turns; rows of two lengths, 60 in all; what stands beyond a length is NaN."""
+    """Two warpgroups; rows of two lengths, 60 in all; what stands beyond a length is NaN."""
     dims = (2, 30, *DIMS[2:])
     args = list(cases("stack", torch.bfloat16, dims, torch.device("cpu")))[-1]
     wide = map_tensors(args, widen)

@@ -94,7 +94,7 @@ def figures(name: str, runs: list[dict[str, float]], wanted: float) -> tuple[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=200, help="runs of each row")
-    parser.add_argument("--images", choices=("planes", "bytes"), default="planes", help="how the model takes them")
+    parser.add_argument("--images", choices=("planes", "bytes"), default="bytes", help="how the model takes them")
     chosen = options(parser)
     if not torch.cuda.is_available():
         print("no CUDA device")

@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[list[str], float]] = {
     "tests": (["-c", PYTEST, *TESTS], 150.0),
     "savings": ([str(HERE / "gpu_savings.py")], 150.0),
     "many": ([str(HERE / "gpu_batch.py"), "--only", "many"], 150.0),
-    "bytes": ([str(HERE / "gpu.py"), "--images", "bytes", "--n", "100"], 150.0),
+    "planes": ([str(HERE / "gpu.py"), "--images", "planes", "--n", "100"], 150.0),
 }
 
 

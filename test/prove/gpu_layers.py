@@ -1,12 +1,10 @@
-"""What gpu_stack.py measures: 2 and 18 layers of an expert, products of many rows, models with the layers bound."""
+"""What gpu_stack.py measures: 2 and 18 layers of an expert."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,11 +18,9 @@ from phyai_kernels import hopper, reference, stack
 from phyai_kernels.reference import LayerWeights
 from torch import Tensor
 
-from phyai_engine.graphs import Graphs
 from phyai_engine.layers.profile import Measured
 from phyai_engine.layers.self_check import cases, map_tensors, widen
-from phyai_engine.models.pi import PiModel, PiOptions, op_shapes
-from phyai_engine.models.pi_compact import BatchShape
+from phyai_engine.models.pi import PiOptions, op_shapes
 from phyai_engine.trial import attempt, fastest
 
 DIMS = (1, 50, 1024, 4096, 8, 1, 256, 1018)  # batch, tokens, width, inner, heads, kv_heads, head_dim, columns
@@ -106,22 +102,22 @@ class Layers:
         torch.cuda.synchronize()
         return found
 
-    def errors(self, cuts: Any) -> list[float]:
+    def errors(self, cuts: Any = stack.MEASURED) -> list[float]:
         """Of two layers, relative L2: without ends, with them."""
         pairs = zip((self.plain, self.between), self.wanted, strict=True)
         return [relative(self._run(args, cuts), wanted) for args, wanted in pairs]
 
-    def same_bits(self, cuts: Any) -> bool:
+    def same_bits(self, cuts: Any = stack.MEASURED) -> bool:
         """Of five runs with both ends."""
         first, *others = (self._run(self.between, cuts) for _ in range(5))
         return all(torch.equal(first, other) for other in others)
 
-    def us(self, cuts: Any) -> tuple[float, float]:
+    def us(self, cuts: Any = stack.MEASURED) -> tuple[float, float]:
         """A layer, a whole step with both ends."""
         layers = replay_us(lambda: stack.stack(*self.deep, cuts=cuts))
         return layers / DEPTH, replay_us(lambda: stack.stack(*self.deep_between, cuts=cuts))
 
-    def stamps(self, cuts: Any) -> str:
+    def stamps(self, cuts: Any = stack.MEASURED) -> str:
         """Of the last layer's kernels, us from the end of the kernel in front: the wait's end, first rows, product,
         sums, end; of the last block, in brackets of the middle one.
         """
@@ -164,21 +160,7 @@ def triton_operators() -> Any:
     return SimpleNamespace(**{name: getattr(importlib.import_module(f"phyai_kernels.{name}"), name) for name in names})
 
 
-def bind(model: PiModel, name: str, cuts: Any) -> None:
-    """What the next graphs of a model are captured with. :param name: ``stack``, or something else for the chain."""
-    model.ops = replace(
-        model.ops, stack=functools.partial(stack.stack, cuts=cuts) if name == "stack" else reference.stack
-    )
-
-
-def captured(model: PiModel, shapes: Sequence[tuple[str, int, int, float]]) -> Graphs:
-    """Graphs of the cases (variant, cameras, prompt tokens, goal)."""
-    images = model.options.image_tokens
-    made = {BatchShape(1, cameras, cameras * images + prompt) for _, cameras, prompt, _ in shapes}
-    return Graphs(model, shapes=sorted(made, reverse=True))
-
-
-def profile_rows(cuts: Any) -> list[str]:
+def profile_rows() -> list[str]:
     """Rows for both models' stacks; ``reference`` is the loop over Triton's operators, which the form replaces."""
     shapes = [
         shape
@@ -191,7 +173,7 @@ def profile_rows(cuts: Any) -> list[str]:
     def chain(*args: Any) -> Tensor:
         return reference.stack(*args[:9], triton, *args[10:])
 
-    kinds: dict[str, Any] = {"reference": chain, "cuda": functools.partial(stack.stack, cuts=cuts)}
+    kinds: dict[str, Any] = {"reference": chain, "cuda": stack.stack}
     lines = []
     for shape in dict.fromkeys(shapes):
         trials = [attempt(shape, kind, lambda form=form: form, torch.device("cuda")) for kind, form in kinds.items()]
