@@ -53,7 +53,8 @@ def plan(rows: int, inputs: int, outputs: int) -> Plan:
         cut = Plan(128, 256, 128, 8, 4)
     else:
         cut = Plan(128, 128, 128, 4, 3)
-    return cut._replace(outputs=block(outputs, largest=cut.outputs), inputs=block(inputs, largest=cut.inputs))
+    inner = block(inputs, smallest=32, largest=cut.inputs)  # fewer the matrix instruction does not take
+    return cut._replace(outputs=block(outputs, largest=cut.outputs), inputs=inner)
 
 
 @triton.jit

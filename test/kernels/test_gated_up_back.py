@@ -30,7 +30,6 @@ def autograd(grad: Tensor, down: Tensor | None, x: Tensor, weight: Tensor) -> Te
     return torch.autograd.grad(behind, merged, grad.float())[0]
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's thread for gradients may be a new one
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("product", [True, False], ids=["product", "no product"])
 def test_it_is_the_gradient(

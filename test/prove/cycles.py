@@ -40,9 +40,9 @@ def main() -> int:
             for _ in range(3):
                 executor.spin_once(timeout_sec=0.005)
         gc.collect()
-        children = len(process.children(recursive=True))
-        fds = len(os.listdir("/proc/self/fd"))
-        seen.append((threading.active_count(), fds, children, process.memory_info().rss / 2**20))
+        left = len(process.children(recursive=True))
+        opened = len(os.listdir("/proc/self/fd"))
+        seen.append((threading.active_count(), opened, left, process.memory_info().rss / 2**20))
     node.close()
     rclpy.shutdown()
     settle = min(10, chosen.count // 2)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 from evidence import conclude, options, show
-from gpu import CASES, chunk, figures, measure, row
+from gpu import CASES, chunk, figures, measure, request
 from torch import Tensor
 
 from phyai_engine.graphs import Graphs
@@ -62,8 +62,8 @@ def unit_weights(o: PiOptions, seed: int) -> dict[str, Tensor]:
 
 
 def inputs(o: PiOptions, seed: int) -> dict[str, Tensor]:
-    request = row(o, seed, len(o.cameras), o.prompt_len)
-    return {name: torch.tensor(array[None], device="cuda") for name, array in request.inputs.items()}
+    asked = request(o, seed, len(o.cameras), o.prompt_len)
+    return {name: torch.tensor(array[None], device="cuda") for name, array in asked.inputs.items()}
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def _timed(
     shapes = {BatchShape(1, cameras, cameras * o.image_tokens + prompt) for cameras, prompt in cases}
     graphs = Graphs(model, shapes=sorted(shapes, reverse=True))
     called = Graphs(model, guidance=graphs.guidance, replay=False, shapes=[c.shape for c in graphs.shapes])
-    requests = [row(o, 5, *case) for case in cases]
+    requests = [request(o, 5, *case) for case in cases]
     equal = [np.array_equal(chunk(model, r, graphs), chunk(model, r, called)) for r in requests]
     text = f"{sum(equal)} of {len(equal)}"
     held.append((f"quant {quant}: replay = the same calls, bit for bit", text, all(equal)))
