@@ -7,6 +7,7 @@ back in separate torch operators (kernels/backward.py), ``triton`` its fused for
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import statistics
@@ -32,6 +33,7 @@ from phyai_engine.models.pi_compact import BatchShape
 from phyai_engine.rtc import Guidance
 from phyai_engine.runner import Runner
 from phyai_engine.trial import attempt, shipped
+from phyai_engine.types import Row
 
 Held = list[tuple[str, str, bool | None]]
 # Mode, the largest median over that of `none` that is wanted.
@@ -122,7 +124,7 @@ def variants(log: bool, n: int) -> int:
         times = []
         for words, other in cuts(shape.op):
             with mock.patch.object(module, "plan", other(module.plan)):
-                trial = attempt(shape, words, lambda m=module, op=shape.op: getattr(m, op), CUDA)
+                trial = attempt(shape, words, functools.partial(getattr, module, shape.op), CUDA)
             times.append((trial.us or float("inf"), words, trial.why))
         best = min(times)
         rows += [
@@ -244,11 +246,12 @@ def costs(log: bool, n: int) -> int:
         [row(model.options, seed, prompt=200, delay=4, guidance=runner.guidance) for seed in range(4)]
         for runner in runners
     ]
-    calls: list[Callable[[int], object]] = [
-        lambda i, runner=runner, own=own: runner.run([own[i % 4]])
-        for runner, own in zip(runners, requests, strict=True)
-    ]
-    times = interleaved(calls, n)
+
+    def call(runner: Runner, own: Sequence[Row], i: int) -> object:
+        return runner.run([own[i % len(own)]])
+
+    pairs = zip(runners, requests, strict=True)
+    times = interleaved([functools.partial(call, *pair) for pair in pairs], n)
     medians = [statistics.median(each) for each in times]
     ratios = [median / medians[0] for median in medians]
     table = [

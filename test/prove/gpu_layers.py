@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import statistics
 from collections.abc import Callable
@@ -160,6 +161,10 @@ def triton_operators() -> Any:
     return SimpleNamespace(**{name: getattr(importlib.import_module(f"phyai_kernels.{name}"), name) for name in names})
 
 
+def _same(form: Any) -> Any:
+    return form
+
+
 def profile_rows() -> list[str]:
     """Rows for both models' stacks; ``reference`` is the loop over Triton's operators, which the form replaces."""
     shapes = [
@@ -176,7 +181,9 @@ def profile_rows() -> list[str]:
     kinds: dict[str, Any] = {"reference": chain, "cuda": stack.stack}
     lines = []
     for shape in dict.fromkeys(shapes):
-        trials = [attempt(shape, kind, lambda form=form: form, torch.device("cuda")) for kind, form in kinds.items()]
+        trials = [
+            attempt(shape, kind, functools.partial(_same, form), torch.device("cuda")) for kind, form in kinds.items()
+        ]
         us = {trial.kind: trial.us for trial in trials if trial.us is not None}
         errors = {trial.kind: trial.error for trial in trials if trial.error is not None}
         row = Measured(

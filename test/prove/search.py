@@ -7,6 +7,7 @@ transition. About a quarter of an hour on one core.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def searches() -> dict[str, Callable[[], Found]]:
     found: dict[str, Callable[[], Found]] = {}
     for schedule in Schedule:
         bounds = replace(ALL, schedule=schedule, hold_ticks=hold.get(schedule, ALL.hold_ticks))
-        found[f"{schedule.value}: H 4, s 2, every event, stale observations"] = lambda b=bounds: explore(b)
+        found[f"{schedule.value}: H 4, s 2, every event, stale observations"] = functools.partial(explore, bounds)
     answers = ("ok", "nan", "out", "short", "jump")
     five = replace(QUICK, answers=answers, remembered=3, delay_window=2)
     found["rtc: five kinds of chunk, three requests answered late, two delays remembered"] = lambda: explore(five)

@@ -38,7 +38,7 @@ def camera_rows(cameras: Any, frames: Any, published: Any) -> list[Row]:
         times = np.array([ms for _, ms in frames[camera.name]])
         sent = published["published"][camera.topic]
         share = len(set(got)) / sent
-        p50, p99, worst = (*np.percentile(times, [50, 99]), times.max())
+        (p50, p99), worst = np.percentile(times, [50, 99]), times.max()
         rows += [
             (f"{camera.name}: frames delivered", f"{len(set(got))} of {sent} = {share:.2%}", share >= 0.99),
             (f"{camera.name}: frames twice", str(len(got) - len(set(got))), len(got) == len(set(got))),
