@@ -69,6 +69,7 @@ class ScriptedServer:
         self.sizes: list[int] = []  # bytes of each request message
         self.beating = True
         self._running = True
+        self._use = threading.RLock()  # of the socket, which tests send through from threads of their own
         self._thread = threading.Thread(target=self._run, name="scripted-server", daemon=True)
         self._thread.start()
 
@@ -80,7 +81,8 @@ class ScriptedServer:
         return [m for m in self.heard if isinstance(m, wire.RequestMessage)]
 
     def send(self, peer: bytes, message: wire.Message, arrays: Any = None) -> None:
-        self.socket.send_multipart([peer, *wire.encode(message, arrays)])
+        with self._use:
+            self.socket.send_multipart([peer, *wire.encode(message, arrays)])
 
     def reply(self, peer: bytes, request: Request, chunk_id: int | None = None, epoch: int | None = None) -> None:
         """A chunk full of the first state value."""
@@ -103,9 +105,12 @@ class ScriptedServer:
     def _run(self) -> None:
         beat_s = 0.0
         while self._running:
-            if self.socket.poll(10):
-                peer, *frames = self.socket.recv_multipart()
-                self._on_frames(peer, frames)
+            with self._use:
+                received = self.socket.recv_multipart() if self.socket.poll(0) else None
+            if received is None:
+                time.sleep(0.001)
+            else:
+                self._on_frames(received[0], received[1:])
             if self.beating and time.monotonic() > beat_s:
                 beat_s = time.monotonic() + 0.05
                 for peer in self.kept:
