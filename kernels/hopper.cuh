@@ -59,6 +59,11 @@ __device__ __forceinline__ void bring(u32 to, const Map& map, int column, int ro
         : "memory");
 }
 
+// The same box into the L2 cache only, for a bring() that comes later.
+__device__ __forceinline__ void ask_ahead(const Map& map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
+}
+
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -113,7 +118,9 @@ __device__ __forceinline__ void send16(u32 at, uint4 v, u32 barrier) {
 
 __device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+template <int LEFT>  // groups that may still be under way
+__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
 // --- numbers ---
 

@@ -26,11 +26,19 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block."""
+    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block,
+    and how many panels of the weight stand in its shared memory at a time, all unless said.
+    """
 
     outputs: int
     blocks: int
     groups: int = 1
+    held: int = 0
+
+    def panels(self, inputs: int) -> tuple[int, int]:
+        """Of a block: all, and those held."""
+        count = inputs // self.blocks // 64
+        return count, min(self.held or count, count)
 
 
 class AttendCut(NamedTuple):
@@ -66,10 +74,12 @@ class Kernels(NamedTuple):
 
 def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
     """Of a block of a product: as Product in stack_products.cu has it. :param tall: rows of x's panels, 56 or 64."""
-    part, each = inputs // cut.blocks, -(-tall // cut.blocks)
-    rows = part // 64 * tall * 128 + (64 - tall) * 128
+    (panels, held), each = cut.panels(inputs), -(-tall // cut.blocks)
+    stages = 4 if panels >= 4 and held == panels else panels
+    rows = panels * tall * 128 + (64 - tall) * 128
+    sums = cut.blocks * each * (cut.outputs + 8) * 2 + (stages + 2) // 2 * 16
     own = each * (cut.outputs // 4) * 4 if marks else 0
-    return 1024 + part // 64 * cut.outputs * 128 + rows + cut.blocks * each * (cut.outputs + 8) * 2 + 64 + 256 + own
+    return 1024 + held * cut.outputs * 128 + rows + sums + 256 + own
 
 
 def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tuple[str, Cut, int]]:
@@ -91,7 +101,8 @@ def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> 
     found: dict[str, Instance] = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
         more = f", {HEAD // 2}" if name == "project" else ""
-        text = f"{op}<{cut.outputs}, {inputs // cut.blocks}, {cut.blocks}, {cut.groups}, {tall}{more}>"
+        sizes = cut.outputs, inputs // cut.blocks, cut.blocks, cut.groups, tall, cut.panels(inputs)[1]
+        text = f"{op}<{', '.join(map(str, sizes))}{more}>"
         found[name] = text, (("Mma", cut.outputs // cut.groups),)
     blocks, columns = cuts.attend
     found["attend"] = f"attend<{blocks}, {columns}>", (("Mma", columns), ("Wide", HEAD))

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(128) attend(
     for (int i = 0; i < DIM / 16; ++i)
         Mma<KEYS>::add(logit, panels(q + i / 4 * 64 * ROW + i % 4 * 32), panels(k + i / 4 * KEYS * ROW + i % 4 * 32), i > 0);
     commit_products();
-    wait_products();
+    wait_products<0>();
     ready();  // keys were read: their place may be written
     weigh<KEYS>(logit, scale, end - begin, peak, weight, share);
     wait_copies<0>();
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(128) attend(
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) Wide<DIM>::add(sum, share + 4 * i, panels(v + i * 2048, KEYS * ROW), i > 0);
     commit_products();
-    wait_products();
+    wait_products<0>();
     STAMP(4);
     meet();
     send_part<CL>(sum, k + rank * EACH * 512, barrier, row);

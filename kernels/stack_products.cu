@@ -1,23 +1,28 @@
 // The products of a layer with at most 64 rows: one cluster of CL blocks computes N outputs of all rows, each block with K
 // of the inputs. The blocks send one another their sums, rounded (the way between blocks is what a product waits for longest),
-// each ends some of the rows and adds them in a fixed order: no second kernel, the same bits in each run. A norm is no kernel either. Its producer leaves x * (1 + scale) and, per row,
-// sums of x * x; its consumer multiplies its product by 1 / rms(x) and adds shift @ W, which was made at load.
+// each ends some of the rows and adds them in a fixed order: no second kernel, the same bits in each run. A norm is no kernel
+// either. Its producer leaves x * (1 + scale) and, per row, sums of x * x; its consumer multiplies its product by 1 / rms(x)
+// and adds shift @ W, which was made at load.
 //
-// Shared memory is what keeps a kernel from being there early. A block that had to wait for room multiplies what is there of
-// its weights while the rest comes: a barrier a stage.
+// Shared memory is what keeps a kernel from being there early, beside the one in front. So only HELD panels of the weight may
+// stand in it: the others are asked into the L2 cache, and each takes the place of one that was multiplied. A block that had
+// to wait for room multiplies what is there while the rest comes: a barrier a stage.
 
-template <int N, int K, int CL, int GROUPS, int ROWS>
+template <int N, int K, int CL, int GROUPS, int ROWS, int HELD>
 struct Product {
-    static constexpr int THREADS = 128 * GROUPS, PANELS = K / 64, STAGES = PANELS >= 4 ? 4 : PANELS, EACH = (ROWS + CL - 1) / CL;
+    static constexpr int THREADS = 128 * GROUPS, PANELS = K / 64, EACH = (ROWS + CL - 1) / CL;
+    static constexpr int STAGES = PANELS >= 4 && HELD == PANELS ? 4 : PANELS, BARRIERS = (STAGES + 2) / 2 * 16;  // stages; bytes
     static constexpr int PITCH = N + 8;  // values of a row of sums; the rows of a store begin in other banks
-    static constexpr int EVERY = PANELS / STAGES, SLOT = EACH * PITCH * 2, W_BYTES = PANELS * N * ROW;
+    static constexpr int EVERY = PANELS / STAGES, SLOT = EACH * PITCH * 2, W_BYTES = HELD * N * ROW;
     static constexpr int X_BYTES = PANELS * ROWS * ROW + (64 - ROWS) * ROW;  // 64 rows are read
     static_assert(PANELS % STAGES == 0, "a stage is whole panels");
+    static_assert(HELD == PANELS || (HELD >= 2 && HELD < PANELS), "a panel is brought while the one behind it is multiplied");
     static_assert(N % 8 == 0 && SLOT % 16 == 0, "sums go in chunks of 16 bytes");
 
     u32 w, x, inbox, barriers;  // panels of the weight and of x; all blocks' sums of own rows; of each stage, of the sums
     float *factor, *marks;
     int rank, tile, first, last;  // of the cluster; rows that this block ends
+    int row, far;                 // of the weight: its first, and from one box to the next
 
     __device__ Product(char* chip, const Map& x_map, const Map& weight, int rows) {
         u32 up = (1024 - shared_at(chip) % 1024) % 1024;
@@ -25,7 +30,7 @@ struct Product {
         x = w + W_BYTES;
         inbox = x + X_BYTES;
         barriers = inbox + CL * SLOT;
-        factor = reinterpret_cast<float*>(chip + up + W_BYTES + X_BYTES + CL * SLOT + 64);
+        factor = reinterpret_cast<float*>(chip + up + W_BYTES + X_BYTES + CL * SLOT + BARRIERS);
         marks = factor + 64;
         rank = blockIdx.x % CL;
         tile = blockIdx.x / CL;
@@ -38,7 +43,7 @@ struct Product {
             make_barrier(sums(), 1);
             show_barriers();
             publish();  // to the copy engine too, which is started before the threads meet
-            for (int stage = 0; stage < STAGES; ++stage) expect(barriers + stage * 8, W_BYTES / STAGES);
+            for (int stage = 0; stage < STAGES; ++stage) expect(barriers + stage * 8, EVERY * N * ROW);
             expect(sums(), CL * (last - first) * N * 2);
             fetch_map(x_map);
         }
@@ -51,12 +56,19 @@ struct Product {
 
     __device__ u32 sums() const { return barriers + STAGES * 8; }
 
-    // The tile's rows of the weight: BOXES boxes a panel, `far` rows of the weight apart. By one thread.
+    // The tile's rows of the weight: BOXES boxes a panel, `apart` rows of the weight apart. By one thread.
     template <int BOXES>
-    __device__ void bring_weights(const Map& map, int row, int far = 0) {
-        for (int p = 0; p < PANELS; ++p)
-            for (int box = 0; box < BOXES; ++box)
-                bring(w + (p * N + box * (N / BOXES)) * ROW, map, rank * K + p * 64, row + box * far, barriers + p / EVERY * 8);
+    __device__ void bring_weights(const Map& map, int begin, int apart = 0) {
+        row = begin, far = apart;
+        for (int p = 0; p < HELD; ++p) bring_panel<BOXES>(map, p);
+        for (int p = HELD; p < PANELS; ++p)
+            for (int box = 0; box < BOXES; ++box) ask_ahead(map, rank * K + p * 64, row + box * far);
+    }
+
+    template <int BOXES>
+    __device__ void bring_panel(const Map& map, int p) {
+        for (int box = 0; box < BOXES; ++box)
+            bring(w + (p % HELD * N + box * (N / BOXES)) * ROW, map, rank * K + p * 64, row + box * far, barriers + p / EVERY * 8);
     }
 
     __device__ void bring_rows(const Map& map) {
@@ -69,7 +81,8 @@ struct Product {
     }
 
     // All blocks' sums of this block's rows come into the inbox.
-    __device__ void multiply(int rows) {
+    template <int BOXES>
+    __device__ void multiply(const Map& weight, int rows) {
         float sum[N / GROUPS / 2];
         u32 mine = (threadIdx.x / 128) * (N / GROUPS) * ROW;
 #pragma unroll
@@ -79,10 +92,15 @@ struct Product {
             open_products();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                Mma<N / GROUPS>::add(sum, panels(x + p * ROWS * ROW + k * 32), panels(w + p * N * ROW + mine + k * 32), p + k > 0);
+                Mma<N / GROUPS>::add(sum, panels(x + p * ROWS * ROW + k * 32), panels(w + p % HELD * N * ROW + mine + k * 32), p + k > 0);
             commit_products();
+            if (p > 0 && p - 1 + HELD < PANELS) {  // the last panel's place is free: all have multiplied it
+                wait_products<1>();
+                __syncthreads();
+                if (threadIdx.x == 0) bring_panel<BOXES>(weight, p - 1 + HELD);
+            }
         }
-        wait_products();
+        wait_products<0>();
         STAMP(4);
         int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane / 4, each = (rows + CL - 1) / CL;
         int upper = min(r / each, CL - 1), lower = min((r + 8) / each, CL - 1);
@@ -143,7 +161,7 @@ struct Slab {  // keys or values: strides in values
 
 // QKV: x [rows, K * CL] before its factor; queries [B, heads, tokens, 2 * HALF]; K and V into their slab. A tile holds N / 2
 // rotary pairs of one head: their first columns, then their second.
-template <int N, int K, int CL, int GROUPS, int ROWS, int HALF>
+template <int N, int K, int CL, int GROUPS, int ROWS, int HELD, int HALF>
 __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, const float* cos,
     const float* sin, u16* query, Slab keys, Slab values, const i64* start, int rows,
@@ -152,7 +170,7 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     extern __shared__ char chip[];
     start_next();
     STAMP(0);
-    Product<N, K, CL, GROUPS, ROWS> p(chip, x, weight, rows);
+    Product<N, K, CL, GROUPS, ROWS, HELD> p(chip, x, weight, rows);
     int head = p.tile / (HALF / (N / 2)), begin = p.tile % (HALF / (N / 2)) * (N / 2);
     if (threadIdx.x == 0) p.template bring_weights<2>(weight, head * 2 * HALF + begin, HALF);
     p.open();
@@ -170,7 +188,7 @@ __global__ void __launch_bounds__(128 * GROUPS) project_rotate(
     STAMP(2);
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
-    p.multiply(rows);
+    p.template multiply<2>(weight, rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 8), r = p.first + own, at = begin + item % (N / 8) * 4;
@@ -207,14 +225,14 @@ __device__ __forceinline__ float gelu(float g) {  // tanh form: g / (1 + exp(-2 
 }
 
 // Gate and up projection and gated GELU: out [rows, outputs]. A tile holds N / 2 gates, then their ups.
-template <int N, int K, int CL, int GROUPS, int ROWS>
+template <int N, int K, int CL, int GROUPS, int ROWS, int HELD>
 __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const float* squares, const float* shift, u16* out,
     int rows, int outputs, int parts, float eps) {
     extern __shared__ char chip[];
     start_next();
     STAMP(0);
-    Product<N, K, CL, GROUPS, ROWS> p(chip, x, weight, rows);
+    Product<N, K, CL, GROUPS, ROWS, HELD> p(chip, x, weight, rows);
     int begin = p.tile * (N / 2);
     if (threadIdx.x == 0) p.template bring_weights<2>(weight, begin, outputs);
     p.open();
@@ -230,7 +248,7 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
     STAMP(2);
     p.bring_rows(x);
     p.bring_factors(squares, parts, eps);
-    p.multiply(rows);
+    p.template multiply<2>(weight, rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 8), r = p.first + own, at = item % (N / 8) * 4;
@@ -245,14 +263,14 @@ __global__ void __launch_bounds__(128 * GROUPS) gated_up(
 }
 
 // total = stream + gate * (x @ weight.T); scaled = total * (1 + scale); squares [rows, tiles]: sums of total * total.
-template <int N, int K, int CL, int GROUPS, int ROWS>
+template <int N, int K, int CL, int GROUPS, int ROWS, int HELD>
 __global__ void __launch_bounds__(128 * GROUPS) add_product(
     const __grid_constant__ Map x, const __grid_constant__ Map weight, const u16* stream, const float* gate, const float* scale,
     u16* total, u16* scaled, float* squares, int rows, int outputs) {
     extern __shared__ char chip[];
     start_next();
     STAMP(0);
-    Product<N, K, CL, GROUPS, ROWS> p(chip, x, weight, rows);
+    Product<N, K, CL, GROUPS, ROWS, HELD> p(chip, x, weight, rows);
     int begin = p.tile * N;
     if (threadIdx.x == 0) p.template bring_weights<1>(weight, begin);
     p.open();
@@ -275,7 +293,7 @@ __global__ void __launch_bounds__(128 * GROUPS) add_product(
         int item = threadIdx.x + i * p.THREADS, r = p.first + item / (N / 4), o = begin + item % (N / 4) * 4;
         if (r < p.last && o < outputs) before[i] = *reinterpret_cast<const uint2*>(stream + static_cast<i64>(r) * outputs + o);
     }
-    p.multiply(rows);
+    p.template multiply<1>(weight, rows);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         int item = threadIdx.x + i * p.THREADS, own = item / (N / 4), r = p.first + own, o = begin + item % (N / 4) * 4;

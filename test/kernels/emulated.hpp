@@ -61,7 +61,7 @@ struct Queued { float* sum; int width; u64 a, b; bool in_registers, turned, more
 
 struct Block {
     Index index;
-    int threads = 0;
+    int threads = 0, lazy = 0;  // lazy: a warpgroup that mostly waits, if there is one of that number
     std::vector<char> memory;
     std::map<u32, Bytes> barriers;
     Gate all;
@@ -80,6 +80,7 @@ struct Thread {
     std::function<bool()> may;
     std::vector<std::vector<std::function<void()>>> copies = std::vector<std::vector<std::function<void()>>>(1);  // of each group
     std::vector<Queued> products;
+    std::vector<size_t> committed;  // how many of them each group ends
 };
 
 struct Cluster {
@@ -189,6 +190,7 @@ inline void bring(u32 to, const Map& map, int column, int row, u32 barrier) {
         count(*block, barrier, -map.box * 128, 0);
     });
 }
+inline void ask_ahead(const Map&, int, int) {}
 inline void copy16(u32 to, const void* from) {
     Block* block = &own();
     cluster->now->copies.back().push_back([=] { write(*block, to, from, 16); });
@@ -271,15 +273,19 @@ inline void multiply(Thread* group, size_t i) {
         }
 }
 inline void open_products() {}
-inline void commit_products() {}
-inline void wait_products() {
+inline void commit_products() { cluster->now->committed.push_back(cluster->now->products.size()); }
+template <int LEFT>
+void wait_products() {
     Thread& mine = *cluster->now;
     Gate& group = own().groups[mine.index.x / 128];
+    size_t left = mine.committed.size() > LEFT ? mine.committed.size() - LEFT : 0, count = left ? mine.committed[left - 1] : 0;
     pass(group, "a warpgroup's products");
     if (mine.index.x % 128 == 0)
-        for (size_t i = 0; i < mine.products.size(); ++i) multiply(&mine, i);
+        for (size_t i = 0; i < count; ++i) multiply(&mine, i);
     pass(group, "a warpgroup's products");
-    mine.products.clear();
+    mine.products.erase(mine.products.begin(), mine.products.begin() + count);
+    mine.committed.erase(mine.committed.begin(), mine.committed.begin() + left);
+    for (size_t& each : mine.committed) each -= count;
 }
 
 inline u32 pack(float low, float high) {
@@ -312,6 +318,7 @@ inline void run_cluster() {
         std::shuffle(order.begin(), order.end(), c.chance);
         for (Thread* thread : order) {
             if (thread->done || (thread->may && !thread->may())) continue;
+            if (thread->index.x / 128 == thread->block->lazy && c.chance() % 16) { moved = true; continue; }
             moved = true, thread->may = nullptr, c.now = thread;
             swapcontext(&c.scheduler, &thread->context);
             c.now = nullptr;
@@ -347,6 +354,7 @@ inline const char* launch(const std::function<void()>& entry, Index grid, int th
             made.blocks.resize(size), made.threads = std::vector<Thread>(size * threads), made.gate.wanted = size * threads;
             for (int b = 0; b < size; ++b) {
                 Block& block = made.blocks[b];
+                block.lazy = made.chance() % (threads / 128 + 1);
                 block.index = {x + b, y, 0}, block.threads = threads, block.all.wanted = threads;
                 block.memory.assign(BASE + shared, char(0xff)), block.lanes.resize(2 * threads);
                 block.warps.assign(threads / 32, Gate{32}), block.groups.assign(threads / 128, Gate{128});

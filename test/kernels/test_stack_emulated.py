@@ -108,10 +108,10 @@ def stack() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def cuts(stack: Any) -> dict[str, Any]:
-    """Small, but with every path: one and two warpgroups, clusters of 2 to 8 blocks."""
+    """Small, but with every path: one and two warpgroups, clusters of 2 to 8 blocks, all panels held and some."""
     cut, attend = stack.Cut, stack.AttendCut
     one = stack.Cuts(cut(64, 4), attend(4, 64), cut(64, 2), cut(128, 2), cut(72, 8))
-    two = stack.Cuts(cut(128, 4, 2), attend(2, 128), cut(64, 4), cut(128, 2, 2), cut(64, 2))
+    two = stack.Cuts(cut(128, 4, 2, 3), attend(2, 128), cut(64, 4), cut(128, 2, 2, 3), cut(72, 2, 1, 2))
     return {"one": one, "two": two}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,8 +46,8 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 @torch.no_grad()
-def replay_us(call: Callable[[], Any], replays: int = 8, rounds: int = 5) -> float:
-    """Median over rounds of one replay of a call that was captured."""
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Of a call, which ran before."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -58,7 +58,12 @@ def replay_us(call: Callable[[], Any], replays: int = 8, rounds: int = 5) -> flo
             call()
     for _ in range(3):
         graph.replay()
-    times = []
+    return graph
+
+
+def replay_us(call: Callable[[], Any], replays: int = 8, rounds: int = 5) -> float:
+    """Median over rounds of one replay."""
+    graph, times = captured(call), []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -119,8 +124,8 @@ class Layers:
         return layers / DEPTH, replay_us(lambda: stack.stack(*self.deep_between, cuts=cuts))
 
     def stamps(self, cuts: Any = stack.MEASURED) -> str:
-        """Of the last layer's kernels, us from the end of the kernel in front: the wait's end, first rows, product,
-        sums, end; of the last block, in brackets of the middle one.
+        """Of the last layer's kernels, us from the end of the kernel in front, medians of 30 replays: the wait's end,
+        first rows, product, sums, end; of the last block, in brackets of the middle one.
         """
         modules: dict[str, Any] = {}
 
@@ -131,19 +136,27 @@ class Layers:
 
         with mock.patch.object(hopper, "load", load):
             stack.kernels.cache_clear()
-            replay_us(lambda: stack.stack(*self.deep, cuts=cuts))
+            graph = captured(lambda: stack.stack(*self.deep, cuts=cuts))
         stack.kernels.cache_clear()
         found = stack.expressions(*DIMS[2:4], DIMS[4] * DIMS[6], 56, cuts)
-        text, before = [], None
-        for name in KERNELS:
-            table = _stamps(modules[found[name][0]])
-            last, middle = table.max(0), np.median(table, 0)
-            begin = before if before is not None else last[2] - 500
-            pairs = (((each[i] - begin) / 1e3 for each in (last, middle)) for i in range(2, 7))
-            figures = " ".join(f"{late:.1f}({median:.1f})" for late, median in pairs)
-            text.append(f"{name} {figures}")
-            before = last[6]
-        return "; ".join(text)
+        seen = []
+        for _ in range(30):
+            graph.replay()
+            torch.cuda.synchronize()
+            tables = [_stamps(modules[found[name][0]]) for name in KERNELS]
+            seen.append(_apart(tables))
+        middle = np.median(np.array(seen), 0)
+        words = []
+        for name, last, median in zip(KERNELS, middle[::2], middle[1::2], strict=True):
+            words.append(" ".join([name, *(f"{a:.1f}({b:.1f})" for a, b in zip(last, median, strict=True))]))
+        return "; ".join(words)
+
+
+def _apart(tables: Sequence[Any]) -> list[Any]:
+    """us from the end of the kernel in front, stamps 2 to 6: of each kernel's last block, then of its middle one."""
+    begins = [tables[0][:, 2].max() - 500, *(table[:, 6].max() for table in tables[:-1])]
+    pairs = zip(tables, begins, strict=True)
+    return [(each(table, 0)[2:] - begin) / 1e3 for table, begin in pairs for each in (np.max, np.median)]
 
 
 def _stamps(module: Any) -> Any:

@@ -4,7 +4,7 @@ Parts, each a process of its own with a limit, so that one that fails or hangs c
 1. compile: all kernels, into the cache that the other parts read. 2. chain: plain torch and the Triton chain.
 3. clusters: the error of two layers against float32, whether runs have the same bits, us a layer in a graph of 18
    layers, a whole step with both ends, us from the end of the kernel in front.
-4. profile: the rows for config/profiles.
+4. the other forms: the same of each, to be the default where one is faster. 5. profile: the rows for config/profiles.
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import checkout  # noqa: F401 - makes the checkout importable
 import torch
 from evidence import conclude
 
 Row = tuple[str, str, bool | None]
-PARTS = {"compile": 30, "chain": 35, "clusters": 20, "profile": 15}
+OTHERS = ("some panels held", "some of o, gate/up and down", "some held, attention 16 x 64")
+PARTS = {"compile": 40, "chain": 35, "clusters": 25, **dict.fromkeys(OTHERS, 25), "profile": 15}
 """Part -> its limit [s]."""
 WIDTH, INNER, QUERIES, ACTIONS = 1024, 4096, 2048, 32
 WANTED_US = 22.0
+
+
+def cuts_of(part: str) -> Any:
+    """How a form cuts the layers; what is bound unless it is another."""
+    from phyai_kernels.stack import MEASURED, AttendCut, Cut
+
+    most = MEASURED._replace(o=Cut(64, 4, 1, 4), gated=Cut(128, 2, 2, 3), down=Cut(72, 8, 1, 4))
+    some = most._replace(project=Cut(64, 4, 1, 2))
+    return dict(zip(OTHERS, (some, most, some._replace(attend=AttendCut(16, 64))), strict=True)).get(part, MEASURED)
 
 
 def compile_all(_: argparse.Namespace) -> Iterator[Row]:
@@ -36,8 +47,9 @@ def compile_all(_: argparse.Namespace) -> Iterator[Row]:
     from phyai_kernels import stack
 
     jobs = {(name, stack.source(used)) for name, used in stack.end_expressions(ACTIONS, WIDTH).values()}
-    for name, used in stack.expressions(WIDTH, INNER, QUERIES, 56, stack.MEASURED).values():
-        jobs |= {(name, stack.source(used)), (name, STAMPS + stack.source(used))}
+    for part in ("", *OTHERS):
+        for name, used in stack.expressions(WIDTH, INNER, QUERIES, 56, cuts_of(part)).values():
+            jobs |= {(name, stack.source(used)), (name, STAMPS + stack.source(used))}
     began = time.perf_counter()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         failed = [why for why in pool.map(compile_one, sorted(jobs)) if why]
@@ -69,16 +81,16 @@ def chain(_: argparse.Namespace) -> Iterator[Row]:
     yield "Triton, eight launches a layer", f"{us:.2f} us a layer, step {step:.0f} us", None
 
 
-def clusters(_: argparse.Namespace) -> Iterator[Row]:
+def clusters(chosen: argparse.Namespace) -> Iterator[Row]:
     from gpu_layers import MOST_ERROR, Layers
 
-    layers = Layers()
-    errors, same = layers.errors(), layers.same_bits()
+    layers, cuts, name = Layers(), cuts_of(chosen.part), chosen.part
+    errors, same = layers.errors(cuts), layers.same_bits(cuts)
     text = f"error {errors[0]:.2e}, with both ends {errors[1]:.2e}, the same bits in each run: {same}"
-    yield "clusters: two layers", text, same and max(errors) <= MOST_ERROR
-    us, step = layers.us()
-    yield "clusters, five launches a layer", f"{us:.2f} us a layer, step {step:.0f} us", us <= WANTED_US
-    yield "us from the kernel in front", layers.stamps(), None
+    yield f"{name}: two layers", text, same and max(errors) <= MOST_ERROR
+    us, step = layers.us(cuts)
+    yield f"{name}, five launches a layer", f"{us:.2f} us a layer, step {step:.0f} us", us <= WANTED_US
+    yield f"{name}: us from the kernel in front", layers.stamps(cuts), None
 
 
 def profile(_: argparse.Namespace) -> Iterator[Row]:
@@ -91,7 +103,7 @@ def profile(_: argparse.Namespace) -> Iterator[Row]:
 RUN: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "compile": compile_all,
     "chain": chain,
-    "clusters": clusters,
+    **dict.fromkeys(("clusters", *OTHERS), clusters),
     "profile": profile,
 }
 
