@@ -15,8 +15,10 @@ from phyai_kernels import reference
 from phyai_kernels.reference import EPS, Ends, LayerWeights, Norm
 from torch import Tensor
 
-from phyai_engine.layers.self_check import cases, largest_error
+from phyai_engine.layers.ops import OpShape
+from phyai_engine.layers.self_check import cases, largest_error, map_tensors
 from phyai_engine.models.pi import PiModel, PiOptions
+from phyai_engine.trial import attempt
 
 SMALL: dict[str, Any] = {
     "vocab": 64, "vis_width": 16, "vis_depth": 1, "vis_mlp": 32, "vis_heads": 2, "width": 32, "depth": 3, "mlp": 64,
@@ -166,6 +168,26 @@ def test_runs_do_not_differ_and_nothing_beyond_a_length_is_seen(cuda: torch.devi
         results.append(fused(x, weights, norms, keys, values, start, lengths, *rest))
         assert results[-1].isfinite().all()
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.gpu
+def test_it_can_be_timed_and_judged(cuda: torch.device) -> None:
+    fused = importlib.import_module("phyai_kernels.stack").stack
+    shape = OpShape("stack", torch.bfloat16, (*EXPERT, 300))
+    trials = [
+        attempt(shape, kind, lambda form=form: form, cuda) for kind, form in (("a", fused), ("b", reference.stack))
+    ]
+    assert all(trial.us is not None for trial in trials), trials
+
+
+@pytest.mark.gpu
+def test_weights_that_are_held_in_part_give_the_same_bits(cuda: torch.device) -> None:
+    stack = importlib.import_module("phyai_kernels.stack")
+    args = list(cases("stack", torch.bfloat16, (*EXPERT, 1018), cuda))[-1]
+    cut = stack.Cut
+    held = stack.Cuts(project=cut(64, 4, 1, 2), o=cut(64, 4, 1, 4), gated=cut(128, 2, 2, 3), down=cut(72, 8, 1, 4))
+    found = [stack.stack(*map_tensors(args, torch.clone), cuts=cuts) for cuts in (stack.MEASURED, held)]
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

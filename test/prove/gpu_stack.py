@@ -26,7 +26,13 @@ import torch
 from evidence import conclude
 
 Row = tuple[str, str, bool | None]
-OTHERS = ("some panels held", "some of o, gate/up and down", "some held, attention 16 x 64")
+OTHERS = (
+    "held",
+    "held, all of QKV",
+    "held, attention 16 x 64",
+    "held, o 32 wide",
+    "held, o 32 wide, attention 16 x 64",
+)
 PARTS = {"compile": 40, "chain": 35, "clusters": 25, **dict.fromkeys(OTHERS, 25), "profile": 15}
 """Part -> its limit [s]."""
 WIDTH, INNER, QUERIES, ACTIONS = 1024, 4096, 2048, 32
@@ -37,9 +43,18 @@ def cuts_of(part: str) -> Any:
     """How a form cuts the layers; what is bound unless it is another."""
     from phyai_kernels.stack import MEASURED, AttendCut, Cut
 
-    most = MEASURED._replace(o=Cut(64, 4, 1, 4), gated=Cut(128, 2, 2, 3), down=Cut(72, 8, 1, 4))
-    some = most._replace(project=Cut(64, 4, 1, 2))
-    return dict(zip(OTHERS, (some, most, some._replace(attend=AttendCut(16, 64))), strict=True)).get(part, MEASURED)
+    held = MEASURED._replace(
+        project=Cut(64, 4, 1, 2), o=Cut(64, 4, 1, 4), gated=Cut(128, 2, 2, 3), down=Cut(72, 8, 1, 4)
+    )
+    narrow, short = {"o": Cut(32, 4, 1, 4)}, {"attend": AttendCut(16, 64)}
+    made = (
+        held,
+        held._replace(project=MEASURED.project),
+        held._replace(**short),
+        held._replace(**narrow),
+        held._replace(**narrow, **short),
+    )
+    return dict(zip(OTHERS, made, strict=True)).get(part, MEASURED)
 
 
 def compile_all(_: argparse.Namespace) -> Iterator[Row]:
