@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError, EngineError
-from phyai_engine.layers.ops import REFERENCE, Ops, OpShape, load_ops
+from phyai_engine.layers.ops import BACK, REFERENCE, Ops, OpShape, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
 from phyai_engine.models import Work, pi_compact
@@ -192,14 +192,16 @@ class PiModel(nn.Module):
         if "images" not in config.options:
             options = structs.replace(options, images=images_of(config.resize))
         check_device(options, device)
+        gradient = config.rtc.guide.differentiates(0)
         if not config.checkpoint:
-            return cls.random(options, config.seed, device=device)
+            return cls.random(options, config.seed, device=device, gradient=gradient)
         folder, table = Path(config.checkpoint), places(options)
         stored = stored_tensors(folder)
         names = canonical(stored, where=folder)
         check_tensors(((names[own], stored[own]) for own in names), cls.expected(options), where=folder)
         read = {own: name for own, name in names.items() if table[name].read}
-        return cls._filled(options, stream_tensors(folder, read), table, device, where=folder, checkpoint=folder)
+        tensors = stream_tensors(folder, read)
+        return cls._filled(options, tensors, table, device, where=folder, checkpoint=folder, gradient=gradient)
 
     @classmethod
     def from_state(
@@ -221,12 +223,18 @@ class PiModel(nn.Module):
         return cls._filled(options, pairs, places(options), torch.device(device), where=where)
 
     @classmethod
-    def random(cls, options: PiOptions, seed: int, *, device: str | torch.device = "cpu") -> PiModel:
-        """An untrained model: its actions are finite, bounded, smooth and depend on the observation."""
+    def random(
+        cls, options: PiOptions, seed: int, *, device: str | torch.device = "cpu", gradient: bool = True
+    ) -> PiModel:
+        """An untrained model: its actions are finite, bounded, smooth and depend on the observation.
+
+        :param gradient: guidance will ask for the action head's; without it the fused way back is not looked for.
+        """
         times = options.spec().times
         dtype: torch.dtype = getattr(torch, options.dtype)
         made = random_stream(cls.expected(options), seed, times, time_embedding(times, options), dtype)
-        return cls._filled(options, made, places(options), torch.device(device), where=f"random weights, seed {seed}")
+        where = f"random weights, seed {seed}"
+        return cls._filled(options, made, places(options), torch.device(device), where=where, gradient=gradient)
 
     @classmethod
     def _filled(
@@ -238,10 +246,11 @@ class PiModel(nn.Module):
         *,
         where: object,
         checkpoint: Path | None = None,
+        gradient: bool = True,
     ) -> PiModel:
         """Allocate the merged parameters, then write into them what comes, tensor by tensor.
 
-        :param checkpoint: the folder they come from; what else belongs to them lies there.
+        :param checkpoint: the folder they come from; what else belongs to them lies there. :param gradient: as random.
         """
         with torch.device("meta"):
             model = cls(options)
@@ -265,7 +274,8 @@ class PiModel(nn.Module):
         model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
         if options.quant != "none":
             code(model, checkpoint)
-        model.ops = load_ops(options.kernels, device=device, shapes=op_shapes(options, model.dtype))
+        shapes = [shape for shape in op_shapes(options, model.dtype) if gradient or shape.op not in BACK]
+        model.ops = load_ops(options.kernels, device=device, shapes=shapes)
         if options.variant == "pi05" and model.ops.stack is not reference.stack:
             model.moved = model.moved_shifts()
         return model

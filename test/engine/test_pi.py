@@ -18,8 +18,9 @@ from msgspec import structs
 from phyai_kernels.reference import attend, rms_norm, split_rotate
 from torch import Tensor
 
-from phyai_engine.config import ModelConfig, load_model
+from phyai_engine.config import ModelConfig, RtcOptions, load_model
 from phyai_engine.errors import ConfigError, EngineError, WeightsError
+from phyai_engine.layers.ops import BACK, REFERENCE, Ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.models.pi import PiModel, PiOptions, op_shapes, time_embedding
 from phyai_engine.noise import standard_normal
@@ -449,3 +450,18 @@ def test_the_listed_operator_calls_are_those_that_are_made(options: PiOptions) -
     assert len(prefix) == 1 and options.width != options.exp_width
     unlisted |= prefix  # its rows are too many for any fused form: the other operators, one by one
     assert made - unlisted == {(shape.op, shape.dtype, shape.dims) for shape in op_shapes(options, model.dtype)}
+
+
+@pytest.mark.parametrize(("guidance", "wanted"), [("identity", False), ("vjp", True), ("vjp_early:3", True)])
+def test_a_fused_way_back_is_looked_for_where_guidance_takes_it(
+    guidance: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def noted(*_: Any, shapes: Any, **__: Any) -> Ops:
+        asked.extend(shape.op for shape in shapes)
+        return REFERENCE
+
+    monkeypatch.setattr("phyai_engine.models.pi.load_ops", noted)
+    PiModel.load(ModelConfig(family="pi05", options=SMALL, rtc=RtcOptions(guidance=guidance)))
+    assert "attend" in asked and bool({*BACK} & {*asked}) == wanted
