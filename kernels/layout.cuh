@@ -1,4 +1,5 @@
-// How matrices stand in shared memory, and numbers in registers: plain C++ on top of hopper.cuh.
+// How matrices stand in shared memory, and numbers in registers, up to what attention's logits become: plain C++ on top of
+// hopper.cuh.
 
 using u16 = unsigned short;
 using i64 = long long;
@@ -35,4 +36,39 @@ __device__ __forceinline__ uint4 gather(u32 a, u32 b, u32 c, u32 d) {
     uint2 given = far ? first : second, kept = far ? second : first;
     uint2 got = {__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2)};
     return far ? uint4{got.x, got.y, kept.x, kept.y} : uint4{kept.x, kept.y, got.x, got.y};
+}
+
+struct Slab {  // queries, keys or values: strides in values
+    u16* at;
+    i64 batch, head, column;
+};
+
+// Logits of two rows to what each column weighs, relative to the largest of them. :param logit: in, of columns of which
+// `left` exist. :param share: out, packed pairs.
+template <int KEYS>
+__device__ __forceinline__ void weigh(
+    float (&logit)[KEYS / 2], float scale, int left, float (&peak)[2], float (&weight)[2], u32 (&share)[KEYS / 4]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+        int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        logit[i] = column < left ? logit[i] * scale : NONE;
+        peak[i / 2 % 2] = fmaxf(peak[i / 2 % 2], logit[i]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        peak[h] = fmaxf(peak[h], __shfl_xor_sync(~0u, peak[h], 1));
+        peak[h] = fmaxf(peak[h], __shfl_xor_sync(~0u, peak[h], 2));
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i += 2) {
+        float top = peak[i / 2 % 2] == NONE ? 0.0f : peak[i / 2 % 2];
+        float a = power_of_two(logit[i] - top), b = power_of_two(logit[i + 1] - top);
+        weight[i / 2 % 2] += a + b;
+        share[i / 2] = pack(a, b);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        weight[h] += __shfl_xor_sync(~0u, weight[h], 1);
+        weight[h] += __shfl_xor_sync(~0u, weight[h], 2);
+    }
 }

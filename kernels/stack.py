@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from phyai_kernels import hopper, reference
+from phyai_kernels import hopper, reference, wgmma
 from phyai_kernels.reference import EPS, Ends, LayerWeights, Norm
 from phyai_kernels.rms_norm import norm_rows
 from phyai_kernels.tiles import check_launch
-from phyai_kernels.wgmma import source
 from torch import Tensor
 
+FILES = ("stack_products.cu", "stack_attend.cu", "stack_ends.cu")
 MOST_ROWS = 64
 HEAD = 256
 LOG2_E = 1.4426950408889634
@@ -107,6 +107,11 @@ def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> 
     blocks, columns = cuts.attend
     found["attend"] = f"attend<{blocks}, {columns}>", (("Mma", columns), ("Wide", HEAD))
     return found | {"scale_rows": ("scale_rows", ())}
+
+
+def source(instructions: Sequence[tuple[str, int]]) -> str:
+    """The program of one kernel. :param instructions: as Instance has them."""
+    return wgmma.source(instructions, FILES)
 
 
 def end_expressions(actions: int, width: int) -> dict[str, Instance]:

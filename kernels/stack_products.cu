@@ -154,11 +154,6 @@ struct Product {
     }
 };
 
-struct Slab {  // keys or values: strides in values
-    u16* at;
-    i64 batch, head, column;
-};
-
 // QKV: x [rows, K * CL] before its factor; queries [B, heads, tokens, 2 * HALF]; K and V into their slab. A tile holds N / 2
 // rotary pairs of one head: their first columns, then their second.
 template <int N, int K, int CL, int GROUPS, int ROWS, int HELD, int HALF>

@@ -16,7 +16,7 @@ FORMS = {
 }
 """Struct -> A is in registers, B's outer axis is contiguous."""
 
-FILES = ("hopper.cuh", "layout.cuh", "stack_products.cu", "stack_attend.cu", "stack_ends.cu")
+HEADERS = ("hopper.cuh", "layout.cuh")
 
 
 def matrix_instruction(form: str, width: int) -> str:
@@ -46,9 +46,12 @@ def _registers(count: int) -> str:
     return "{" + ", ".join(f"%{i}" for i in range(count)) + "}"
 
 
-def source(instructions: Iterable[tuple[str, int]]) -> str:
-    """The whole program. :param instructions: forms and widths that the kernel uses."""
+def source(instructions: Iterable[tuple[str, int]], files: Iterable[str]) -> str:
+    """The whole program.
+
+    :param instructions: forms and widths that the kernel uses. :param files: behind the headers.
+    """
     head = "using u32 = unsigned int;\nusing u64 = unsigned long long;\n"
     head += "".join(f"template <int N> struct {form};\n" for form in FORMS)
     made = "".join(matrix_instruction(*each) for each in sorted(set(instructions)))
-    return head + made + "".join(Path(__file__).with_name(name).read_text() for name in FILES)
+    return head + made + "".join(Path(__file__).with_name(name).read_text() for name in (*HEADERS, *files))

@@ -155,11 +155,12 @@ def _attend(
     query = draw.x(batch, heads, queries, dim)
     slabs = [draw.x(batch, kv_heads, columns, dim) for _ in range(2)]
     # Views, as the vision tower makes them of one merged projection.
-    yield tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in (query, *slabs))
+    views = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in (query, *slabs))
     lengths = draw.columns(batch, 1, columns)
     slabs[1][torch.arange(batch), :, lengths - 1] *= 64  # or losing the last of many columns would pass as rounding
     beyond = torch.arange(columns, device=draw.device) >= lengths[:, None]
-    yield query, *(slab.masked_fill(beyond[:, None, :, None], float("nan")) for slab in slabs), lengths
+    limited = query, *(slab.masked_fill(beyond[:, None, :, None], float("nan")) for slab in slabs), lengths
+    yield from (limited, views) if queries == columns else (views, limited)  # last, and timed, as a model calls it
 
 
 def _stack(
@@ -232,7 +233,8 @@ def _project_rotate_fp8(
 def _attend_fp8(
     draw: _Draw, batch: int, heads: int, kv_heads: int, queries: int, columns: int, dim: int
 ) -> Iterator[tuple[Any, ...]]:
-    yield *list(_attend(draw, batch, heads, kv_heads, queries, columns, dim))[-1], _code(draw, heads * dim)
+    limited = max(_attend(draw, batch, heads, kv_heads, queries, columns, dim), key=len)
+    yield *limited, _code(draw, heads * dim)
 
 
 def _linear_back(draw: _Draw, rows: int, inputs: int, outputs: int) -> Iterator[tuple[Any, ...]]:

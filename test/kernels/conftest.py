@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))  # emulation.py
 
 # |error| over the largest value. The interpreter cuts bfloat16 off where hardware rounds, and there are up to 4 casts.
 ALLOWED = {

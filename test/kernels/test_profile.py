@@ -15,7 +15,7 @@ from phyai_engine import doctor
 from phyai_engine.config import config_dir, convert, read_yaml
 from phyai_engine.errors import ConfigError
 from phyai_engine.layers import ops, profile
-from phyai_engine.layers.ops import ByShape, OpShape, load_ops
+from phyai_engine.layers.ops import CANDIDATES, ByShape, OpShape, load_ops
 from phyai_engine.layers.profile import Measured, Profile, load_profile, profile_path
 from phyai_engine.tune import save, tune
 
@@ -177,7 +177,7 @@ def test_an_accelerator_without_a_profile_has_a_rule(
 
 def test_rules_name_kinds_that_exist_and_one_is_for_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = convert(read_yaml(config_dir() / "profiles" / "rules.yaml"), profile.Rules, where="rules.yaml").rules
-    assert {kind for rule in rules for kind in rule.order} <= {"triton", "flashinfer"}
+    assert {kind for rule in rules for kind in rule.order} <= {kind for kinds in CANDIDATES.values() for kind in kinds}
     assert {"sm_110", "sm_120", "sm_89", "sm_80", "hip", "any"} <= {rule.matches for rule in rules}
     monkeypatch.setattr(profile, "config_dir", lambda: tmp_path)
     (tmp_path / "profiles").mkdir()

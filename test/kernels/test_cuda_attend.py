@@ -1,0 +1,88 @@
+"""attend in CUDA C++: heads whose keys stand in shared memory as a whole."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulation import Emulator, imported
+from phyai_kernels import reference
+from torch import Tensor
+
+from phyai_engine.layers.self_check import largest_error
+
+# batch, heads, queries, columns, dim: whole and odd chunks, tiles of queries that are not whole, as few columns as go
+SIZES = [(2, 3, 150, 40, 72), (1, 2, 128, 256, 72), (1, 1, 3, 16, 16), (1, 2, 70, 100, 128)]
+VISION = (3, 16, 16, 256, 256, 72)
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The module, its kernels emulated."""
+    with imported("cuda_attend") as (module,):
+        names = [module.expression(dim, columns)[0] for *_, columns, dim in SIZES]
+        made = Emulator(module.hopper, module.FILES, names, tmp_path_factory.mktemp("emulated"))
+        with made.in_place():
+            yield module
+
+
+def merged(batch: int, heads: int, tokens: int, dim: int) -> list[Tensor]:
+    """Queries, keys and values as the vision tower makes them: views of one projection."""
+    qkv = torch.randn(batch, tokens, 3, heads, dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return list(qkv.permute(2, 0, 3, 1, 4))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_it_is_the_reference(fused: Any, size: tuple[int, ...]) -> None:
+    batch, heads, queries, columns, dim = size
+    query, keys, values = merged(batch, heads, max(queries, columns), dim)
+    query, keys, values = query[:, :, :queries], keys[:, :, :columns], values[:, :, :columns]
+    values[..., -1, :] *= 16  # or losing the last of many columns would pass as rounding
+    assert fused.fits(query, keys, values)
+    wanted = reference.attend(query.float(), keys.float(), values.float(), None)
+    found = fused.attend(query, keys, values)
+    assert found.shape == wanted.shape and found.dtype == torch.bfloat16
+    assert (found.float() - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+
+
+def test_nothing_beside_a_head_is_seen(fused: Any) -> None:
+    """NaN in the other heads, whose values stand next to it in memory, and behind the last column."""
+    query, keys, values = merged(2, 3, 150, 72)
+    plain = fused.attend(query[:, 1:2], keys[:, 1:2, :40], values[:, 1:2, :40])
+    for part in (query, keys, values):
+        part[:, ::2] = float("nan")
+    keys[:, :, 40:], values[:, :, 40:] = float("nan"), float("nan")
+    assert torch.equal(fused.attend(query[:, 1:2], keys[:, 1:2, :40], values[:, 1:2, :40]), plain)
+
+
+def test_what_it_does_not_take_goes_to_the_other_form(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(fused.others, "attend", lambda *args: called.append(args) or args[0])
+    query, keys, values = merged(1, 2, 40, 72)
+    lengths, odd = torch.tensor([40]), [part[..., :20] for part in (query, keys, values)]
+    for args in (
+        (query, keys, values, lengths),
+        (query, keys[:, :1], values[:, :1]),
+        tuple(part.float() for part in (query, keys, values)),
+        tuple(odd),
+        tuple(torch.cat([part] * 7, dim=2) for part in (query, keys, values)),
+        tuple(part[..., 1:65] for part in (query, keys, values)),
+    ):
+        assert fused.attend(*args) is args[0]
+    assert len(called) == 6
+
+
+@pytest.mark.gpu
+def test_it_is_the_reference_on_a_gpu() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    fused = importlib.import_module("phyai_kernels.cuda_attend").attend
+    for dims in (VISION, (1, 3, 3, 70, 100, 128), (2, 2, 2, 150, 40, 72)):
+        assert largest_error("attend", torch.bfloat16, dims, fused, torch.device("cuda")) <= 1e-2
+    query, keys, values = (part.cuda() for part in merged(3, 16, 256, 72))
+    first = fused(query, keys, values)
+    assert all(torch.equal(fused(query, keys, values), first) for _ in range(3))
