@@ -1,7 +1,8 @@
-"""Attention of every query over every key on Hopper, where a head has few columns: cuda_attend.cu.
+"""Attention on Hopper in CUDA C++, where Triton leaves multiprocessors or their matrix units idle: cuda_attend.cu.
 
-The vision tower's 48 heads of 256 patches: cuDNN takes 10 us, whose kernel is made for long rows. NOT MEASURED. Serves
-where a profile names it; what it does not take goes to attend.py.
+Few columns, as the vision tower's 48 heads of 256 patches (cuDNN takes 10 us): a head's keys stand in shared memory as
+a whole. Many queries of heads of 256 over a slab, as the prefix's (Triton takes 30 us, of which 9 are products): two
+warpgroups take turns at the matrix unit. NOT MEASURED. Serves where a profile names it; all else goes to attend.py.
 """
 
 from __future__ import annotations
@@ -17,18 +18,26 @@ from phyai_kernels.tiles import check_launch
 from torch import Tensor
 
 FILES = ("cuda_attend.cu",)
-GROUPS = 2  # warpgroups of a block, 64 queries each
-MOST_COLUMNS, WIDEST = 256, 128
+GROUPS = 2  # warpgroups of a block of few columns, 64 queries each
+FEW_COLUMNS, WIDEST = 256, 128
+TILE, MOST_TILES, HEAD = 64, 32, 256  # of many queries: columns of a tile, tiles, values of a head
+LONG = f"attend_long<{MOST_TILES}>"
+
+Instructions = tuple[tuple[str, int], ...]
 
 
-def expression(dim: int, columns: int) -> tuple[str, tuple[tuple[str, int], ...]]:
+def expression(dim: int, columns: int) -> tuple[str, Instructions]:
     """C++ expression of the kernel, and its matrix instructions. :param columns: at most."""
+    if dim == HEAD:
+        return LONG, (("Mma", TILE), ("Wide", HEAD))
     across = -(-columns // 16) * 16
     return f"attend_all<{dim}, {across}, {GROUPS}>", (("Mma", across), ("Wide", dim))
 
 
 def shared_bytes(dim: int, columns: int) -> int:
-    """Of a block, as attend_all has it."""
+    """Of a block, as the kernels have it."""
+    if dim == HEAD:
+        return 1024 + 7 * 64 * HEAD * 2 + 2 * 64 * 8 + (MOST_TILES + 1) * 8
     panels, across = -(-dim // 64), -(-columns // 16) * 16
     return 1024 + panels * (64 * GROUPS + 2 * across) * 128
 
@@ -41,14 +50,19 @@ def kernel(dim: int, columns: int, device: int) -> hopper.Kernel:
     return hopper.kernel(function, threads=128 * GROUPS, cluster=1, shared=shared_bytes(dim, columns))
 
 
-def fits(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel takes them: heads of their own, rows of whole 16-byte chunks that stand on such a border."""
+def has_few_columns(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether attend_all takes them: heads of their own, rows of whole 16-byte chunks that stand on such a border."""
     dim = query.shape[3]
-    here = torch.cuda.get_device_capability(query.device) == (9, 0)
-    alike = query.dtype == torch.bfloat16 and query.shape[1] == keys.shape[1]
-    sizes = dim % 8 == 0 and 16 <= dim <= WIDEST and keys.shape[2] <= MOST_COLUMNS
+    sizes = dim % 8 == 0 and 16 <= dim <= WIDEST and keys.shape[2] <= FEW_COLUMNS and query.shape[1] == keys.shape[1]
     places = [place for part in (query, keys, values) for place in (part.data_ptr() // 2, *part.stride()[:3])]
-    return here and alike and sizes and all(place % 8 == 0 for place in places)
+    return sizes and all(place % 8 == 0 for place in places)
+
+
+def has_many_queries(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether attend_long takes them: dense, heads of 256, more packed queries than one tile has."""
+    (_, heads, queries, dim), (kv_heads, columns) = query.shape, keys.shape[1:3]
+    sizes = dim == HEAD and heads % kv_heads == 0 and heads // kv_heads * queries > TILE
+    return sizes and columns <= TILE * MOST_TILES and all(part.is_contiguous() for part in (query, keys, values))
 
 
 def attend(
@@ -58,15 +72,22 @@ def attend(
 
     :raises ValueError: as attend.attend.
     """
-    if lengths is not None or code is not None or not fits(query, keys, values):
+    here = query.dtype == torch.bfloat16 and torch.cuda.get_device_capability(query.device) == (9, 0)
+    few = lengths is None and has_few_columns(query, keys, values)
+    if code is not None or not here or not (few or has_many_queries(query, keys, values)):
         return others.attend(query, keys, values, lengths, code)
     check_launch(query, keys, values)
     check_attention(query, keys, values, lengths)
     batch, heads, queries, dim = query.shape
-    columns = keys.shape[2]
+    kv_heads, columns = keys.shape[1:3]
     out = torch.empty((batch, queries, heads * dim), dtype=query.dtype, device=query.device)
-    grid = -(-queries // (64 * GROUPS)), batch * heads
-    slabs = (hopper.Slab.of(part) for part in (query, keys, values))
-    args = *slabs, out, queries, columns, heads, dim**-0.5 * LOG2_E
-    hopper.launch(kernel(dim, columns, query.device.index), grid, args)
+    scale, used = dim**-0.5 * LOG2_E, kernel(dim, 0 if dim == HEAD else columns, query.device.index)
+    if few:
+        slabs = [hopper.Slab.of(part) for part in (query, keys, values)]
+        grid = -(-queries // (64 * GROUPS)), batch * heads
+        hopper.launch(used, grid, (*slabs, out, queries, columns, heads, scale))
+        return out
+    group, maps = heads // kv_heads, (hopper.Map(part.view(-1, HEAD), TILE) for part in (query, keys, values))
+    grid = -(-group * queries // 64), batch * kv_heads
+    hopper.launch(used, grid, (*maps, lengths, out, queries, group, kv_heads, columns, scale))
     return out

@@ -24,6 +24,9 @@ __device__ __forceinline__ u32 in_block(u32 at, int rank) {
     return there;
 }
 
+// A barrier of one warpgroup.
+__device__ __forceinline__ void meet_group() { asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128 + 1) : "memory"); }
+
 // --- barriers that count bytes ---
 
 // :param arrivals: calls of expect() that it waits for.
@@ -91,6 +94,10 @@ __device__ __forceinline__ uint4 read16(u32 at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
+}
+
+__device__ __forceinline__ void write2(u32 at, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
 }
 
 __device__ __forceinline__ void clear16(u32 at) {

@@ -154,6 +154,8 @@ inline void ready() { cluster->now->met = cluster->gate.come(); }
 inline void meet() { int mine = cluster->now->met; until("meet", [mine] { return cluster->gate.opened > mine; }); }
 inline u32 in_block(u32 at, int rank) { return at | static_cast<u32>(rank + 1) << RANK; }
 
+inline void meet_group() { pass(own().groups[cluster->now->index.x / 128], "a warpgroup"); }
+
 // --- barriers that count bytes ---
 
 inline void settle(Bytes& barrier) { barrier.done = barrier.arrivals == 0 && barrier.missing == 0; }
@@ -208,6 +210,7 @@ void wait_copies() {
 inline float2 read2(u32 at) { return read_as<float2>(at); }
 inline uint2 read8(u32 at) { return read_as<uint2>(at); }
 inline uint4 read16(u32 at) { return read_as<uint4>(at); }
+inline void write2(u32 at, float a, float b) { float2 v = {a, b}; write(own(), at, &v, 8); }
 inline void clear16(u32 at) { uint4 v = {}; write(own(), at, &v, 16); }
 template <class T> void send(u32 at, T v, u32 barrier) {
     if (at >> RANK == 0 || at >> RANK != barrier >> RANK) fail("a part and its barrier are in different blocks", at, barrier);

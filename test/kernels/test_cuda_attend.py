@@ -1,4 +1,4 @@
-"""attend in CUDA C++: heads whose keys stand in shared memory as a whole."""
+"""attend in CUDA C++: heads whose keys stand in shared memory as a whole, and many queries over a slab."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from phyai_engine.layers.self_check import largest_error
 
 # batch, heads, queries, columns, dim: whole and odd chunks, tiles of queries that are not whole, as few columns as go
 SIZES = [(2, 3, 150, 40, 72), (1, 2, 128, 256, 72), (1, 1, 3, 16, 16), (1, 2, 70, 100, 128)]
-VISION = (3, 16, 16, 256, 256, 72)
+# batch, heads, K/V heads, queries, columns, and the lengths: one tile to several, more and fewer than stand on the chip
+LONG = [
+    ((1, 2, 1, 40, 100), [70]),
+    ((2, 4, 2, 40, 330), [330, 1]),
+    ((1, 3, 1, 100, 600), None),
+    ((1, 2, 1, 33, 64), [64]),
+]
+VISION, PREFIX = (3, 16, 16, 256, 256, 72), (1, 8, 1, 968, 1018, 256)
 
 
 @pytest.fixture(scope="module")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The module, its kernels emulated."""
     with imported("cuda_attend") as (module,):
-        names = [module.expression(dim, columns)[0] for *_, columns, dim in SIZES]
+        names = [module.LONG, *(module.expression(dim, columns)[0] for *_, columns, dim in SIZES)]
         made = Emulator(module.hopper, module.FILES, names, tmp_path_factory.mktemp("emulated"))
         with made.in_place():
             yield module
@@ -42,9 +49,29 @@ def test_it_is_the_reference(fused: Any, size: tuple[int, ...]) -> None:
     query, keys, values = merged(batch, heads, max(queries, columns), dim)
     query, keys, values = query[:, :, :queries], keys[:, :, :columns], values[:, :, :columns]
     values[..., -1, :] *= 16  # or losing the last of many columns would pass as rounding
-    assert fused.fits(query, keys, values)
+    assert fused.has_few_columns(query, keys, values)
     wanted = reference.attend(query.float(), keys.float(), values.float(), None)
     found = fused.attend(query, keys, values)
+    assert found.shape == wanted.shape and found.dtype == torch.bfloat16
+    assert (found.float() - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("size", "lengths"), LONG, ids=str)
+def test_many_queries_are_the_reference(
+    fused: Any, size: tuple[int, ...], lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands beyond a length is NaN."""
+    monkeypatch.setattr(fused.others, "attend", None)
+    batch, heads, kv_heads, queries, columns = size
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, heads, queries, 256, generator=draw).bfloat16()
+    keys, values = (torch.randn(batch, kv_heads, columns, 256, generator=draw).bfloat16() for _ in range(2))
+    for row, length in enumerate(lengths or []):
+        values[row, :, length - 1] *= 16  # or losing the last of many columns would pass as rounding
+        keys[row, :, length:], values[row, :, length:] = float("nan"), float("nan")
+    given = None if lengths is None else torch.tensor(lengths)
+    wanted = reference.attend(query.float(), keys.float(), values.float(), given)
+    found = fused.attend(query, keys, values, given)
     assert found.shape == wanted.shape and found.dtype == torch.bfloat16
     assert (found.float() - wanted).abs().max() <= 1e-2 * wanted.abs().max()
 
@@ -81,7 +108,7 @@ def test_it_is_the_reference_on_a_gpu() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     fused = importlib.import_module("phyai_kernels.cuda_attend").attend
-    for dims in (VISION, (1, 3, 3, 70, 100, 128), (2, 2, 2, 150, 40, 72)):
+    for dims in (VISION, PREFIX, (1, 3, 3, 70, 100, 128), (2, 2, 2, 150, 40, 72), (2, 4, 2, 90, 500, 256)):
         assert largest_error("attend", torch.bfloat16, dims, fused, torch.device("cuda")) <= 1e-2
     query, keys, values = (part.cuda() for part in merged(3, 16, 256, 72))
     first = fused(query, keys, values)
