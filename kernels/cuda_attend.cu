@@ -31,22 +31,13 @@ __global__ void __launch_bounds__(128 * GROUPS) attend_all(Slab query, Slab keys
     int group = threadIdx.x / 128, row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     float logit[KEYS / 2], peak[2] = {NONE, NONE}, weight[2] = {0, 0};
     u32 share[KEYS / 4];
-    open_products();
-#pragma unroll
-    for (int i = 0; i < INNER; ++i)
-        Mma<KEYS>::add(logit, panels(q + i / 4 * ROWS * ROW + group * 64 * ROW + i % 4 * 32), panels(k + i / 4 * KEYS * ROW + i % 4 * 32), i > 0);
-    commit_products();
-    wait_products<0>();
+    multiply_keys<KEYS, INNER>(logit, q + group * 64 * ROW, ROWS, k);
     weigh<KEYS>(logit, scale, columns, peak, weight, share);
     wait_copies<0>();
     publish();
     __syncthreads();
     float sum[DIM / 2];
-    open_products();
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) Wide<DIM>::add(sum, share + 4 * i, panels(v + i * 2048, KEYS * ROW), i > 0);
-    commit_products();
-    wait_products<0>();
+    multiply_values<DIM, KEYS, false>(sum, share, v);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         bool there = row + h * 8 < count;
@@ -112,23 +103,14 @@ __global__ void __launch_bounds__(256) attend_long(
         }
         float logit[TILE / 2], before[2] = {peak[0], peak[1]}, added[2] = {0, 0};
         u32 share[TILE / 4];
-        open_products();
-#pragma unroll
-        for (int i = 0; i < DIM / 16; ++i)
-            Mma<TILE>::add(logit, panels(q + i / 4 * 64 * ROW + i % 4 * 32), panels(k + i / 4 * TILE * ROW + i % 4 * 32), i > 0);
-        commit_products();
-        wait_products<0>();
+        multiply_keys<TILE, DIM / 16>(logit, q, 64, k);
         weigh<TILE>(logit, scale, left, peak, added, share);
         float shrink[2] = {power_of_two(before[0] - peak[0]), power_of_two(before[1] - peak[1])};
 #pragma unroll
         for (int h = 0; h < 2; ++h) weight[h] = weight[h] * shrink[h] + added[h];
 #pragma unroll
         for (int i = 0; i < DIM / 2; ++i) sum[i] *= shrink[i / 2 % 2];
-        open_products();
-#pragma unroll
-        for (int i = 0; i < TILE / 16; ++i) Wide<DIM>::add(sum, share + 4 * i, panels(v + i * 2048, TILE * ROW), 1);
-        commit_products();
-        wait_products<0>();
+        multiply_values<DIM, TILE, true>(sum, share, v);
         meet_group();
         if (threadIdx.x % 128 == 0 && t + SLOTS < tiles) bring_tile(t + SLOTS);
     }

@@ -72,11 +72,11 @@ def attend(
 
     :raises ValueError: as attend.attend.
     """
+    check_launch(query, keys, values, *(code or ()))
     here = query.dtype == torch.bfloat16 and torch.cuda.get_device_capability(query.device) == (9, 0)
     few = lengths is None and has_few_columns(query, keys, values)
     if code is not None or not here or not (few or has_many_queries(query, keys, values)):
         return others.attend(query, keys, values, lengths, code)
-    check_launch(query, keys, values)
     check_attention(query, keys, values, lengths)
     batch, heads, queries, dim = query.shape
     kv_heads, columns = keys.shape[1:3]

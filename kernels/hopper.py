@@ -21,7 +21,6 @@ from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
-CHIP = 232448  # bytes of shared memory that one block may take
 PORTABLE = 8  # blocks of a cluster; more must be asked for
 
 

@@ -105,23 +105,14 @@ __global__ void __launch_bounds__(128) attend(
     int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     float logit[KEYS / 2], peak[2] = {NONE, NONE}, weight[2] = {0, 0};
     u32 share[KEYS / 4];
-    open_products();
-#pragma unroll
-    for (int i = 0; i < DIM / 16; ++i)
-        Mma<KEYS>::add(logit, panels(q + i / 4 * 64 * ROW + i % 4 * 32), panels(k + i / 4 * KEYS * ROW + i % 4 * 32), i > 0);
-    commit_products();
-    wait_products<0>();
+    multiply_keys<KEYS, DIM / 16>(logit, q, 64, k);
     ready();  // keys were read: their place may be written
     weigh<KEYS>(logit, scale, end - begin, peak, weight, share);
     wait_copies<0>();
     publish();
     __syncthreads();
     float sum[DIM / 2];
-    open_products();
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) Wide<DIM>::add(sum, share + 4 * i, panels(v + i * 2048, KEYS * ROW), i > 0);
-    commit_products();
-    wait_products<0>();
+    multiply_values<DIM, KEYS, false>(sum, share, v);
     STAMP(4);
     meet();
     send_part<CL>(sum, k + rank * EACH * 512, barrier, row);
