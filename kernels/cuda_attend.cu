@@ -55,13 +55,20 @@ __global__ void __launch_bounds__(128 * GROUPS) attend_all(Slab query, Slab keys
     }
 }
 
+// Two pairs of bfloat16 as four e4m3: reference.encode_fp8, whose clamp is the conversion's own.
+__device__ __forceinline__ u32 encode(u32 a, u32 b, float4 centre, float inverse) {
+    float4 far = {low_of(a) - centre.x, high_of(a) - centre.y, low_of(b) - centre.z, high_of(b) - centre.w};
+    return pack_fp8(far.x * inverse, far.y * inverse, far.z * inverse, far.w * inverse);
+}
+
 // Attention of many packed queries (row r is query r % queries of head r / queries) over a slab of keys, 64 of them a block. Heads
 // of 256. Two warpgroups take the tiles of 64 columns in turns, so that one multiplies while the other weighs, each with sums of
-// its own, which are added at the end. Three tiles stand in shared memory; who has read one asks for the third behind it.
-template <int MOST>
+// its own, which are added at the end. Three tiles stand in shared memory; who has read one asks for the third behind it. CODED:
+// the result, rounded to bfloat16, is coded as e4m3; else `centre` [heads * 256] and `inverse` are not read.
+template <int MOST, bool CODED>
 __global__ void __launch_bounds__(256) attend_long(
     const __grid_constant__ Map query, const __grid_constant__ Map keys, const __grid_constant__ Map values, const i64* lengths, u16* out,
-    int queries, int group, int kv_heads, int columns, float scale) {
+    int queries, int group, int kv_heads, int columns, float scale, const float* centre, const float* inverse) {
     constexpr int DIM = 256, TILE = 64, BYTES = 64 * DIM * 2, SLOTS = 3, PITCH = DIM / 2 + 4;  // floats of a row of sums
     extern __shared__ char chip[];
     start_next();
@@ -80,6 +87,11 @@ __global__ void __launch_bounds__(256) attend_long(
         for (int i = 0; i <= tiles; ++i) make_barrier(barriers + i * 8, 1);
         show_barriers();
         publish();
+    }
+    if constexpr (CODED) {  // nobody writes the code: the end finds it in the L2 cache
+        int first = kv * group + begin / queries, last = kv * group + min(begin + 63, packed - 1) / queries;
+        for (int i = first * DIM + threadIdx.x * 32; i < (last + 1) * DIM; i += blockDim.x * 32) ask_ahead(centre + i);
+        ask_ahead(inverse);
     }
     __syncthreads();
     wait_for_last();
@@ -128,6 +140,7 @@ __global__ void __launch_bounds__(256) attend_long(
             write2(given + (r * PITCH + j * 8 + lane % 4 * 2) * 4, a, b);
         }
     }
+    float factor = CODED ? *inverse : 0.0f;
     __syncthreads();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -142,10 +155,21 @@ __global__ void __launch_bounds__(256) attend_long(
             return pack(a * mine + part.x * theirs, b * mine + part.y * theirs);
         };
         i64 to = static_cast<i64>(batch * queries + place % queries) * (kv_heads * group) + kv * group + place / queries;
+        float4 middle[CODED ? 8 : 1];
+        if constexpr (CODED) {  // before the first store, or each would be waited for by itself
+            const float* from = centre + (kv * group + min(place, packed - 1) / queries) * DIM + own * (DIM / 2) + lane % 4 * 8;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) middle[i] = load4(from + i / 2 * 32 + i % 2 * 4);
+        }
 #pragma unroll
         for (int j = 0; j < 16; j += 4) {
             uint4 whole = gather(word(j), word(j + 1), word(j + 2), word(j + 3));
-            if (place < packed) *reinterpret_cast<uint4*>(out + to * DIM + own * (DIM / 2) + (j + lane % 4) * 8) = whole;
+            if constexpr (CODED) {
+                uint2 code = {encode(whole.x, whole.y, middle[j / 2], factor), encode(whole.z, whole.w, middle[j / 2 + 1], factor)};
+                if (place < packed) *reinterpret_cast<uint2*>(reinterpret_cast<char*>(out) + to * DIM + own * (DIM / 2) + (j + lane % 4) * 8) = code;
+            } else {
+                if (place < packed) *reinterpret_cast<uint4*>(out + to * DIM + own * (DIM / 2) + (j + lane % 4) * 8) = whole;
+            }
         }
     }
 }

@@ -67,6 +67,8 @@ __device__ __forceinline__ void ask_ahead(const Map& map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
 }
 
+__device__ __forceinline__ void ask_ahead(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }  // 128 bytes
+
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -135,6 +137,14 @@ __device__ __forceinline__ u32 pack(float low, float high) {  // two bfloat16, r
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+// Four e4m3, a in the lowest byte: rounded to nearest even, held within 448; a NaN stays one.
+__device__ __forceinline__ u32 pack_fp8(float a, float b, float c, float d) {
+    u32 all;
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
+        : "=r"(all) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return all;
 }
 
 __device__ __forceinline__ float power_of_two(float x) {

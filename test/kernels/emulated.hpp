@@ -193,6 +193,7 @@ inline void bring(u32 to, const Map& map, int column, int row, u32 barrier) {
     });
 }
 inline void ask_ahead(const Map&, int, int) {}
+inline void ask_ahead(const void*) {}
 inline void copy16(u32 to, const void* from) {
     Block* block = &own();
     cluster->now->copies.back().push_back([=] { write(*block, to, from, 16); });
@@ -294,6 +295,16 @@ void wait_products() {
 inline u32 pack(float low, float high) {
     auto round = [](float v) { u32 b = as_bits(v); return std::isnan(v) ? 0x7fffu : (b + 0x7fff + (b >> 16 & 1)) >> 16; };
     return round(low) | round(high) << 16;
+}
+inline u32 pack_fp8(float a, float b, float c, float d) {
+    auto code = [](float v) -> u32 {
+        if (std::isnan(v)) return 0x7f;
+        float size = min(std::fabs(v), 448.0f);
+        int power = size < 0.015625f ? -6 : std::ilogb(size);  // below 2^-6 steps stay what they are there
+        u32 steps = std::nearbyint(std::ldexp(size, 3 - power));  // 3 bits behind the point; 8 of them where normal
+        return (std::signbit(v) ? 0x80u : 0u) | ((power + 6) * 8 + steps);  // 16 carry into the exponent
+    };
+    return code(a) | code(b) << 8 | code(c) << 16 | code(d) << 24;
 }
 inline float power_of_two(float x) { return std::exp2(x); }
 

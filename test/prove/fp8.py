@@ -93,6 +93,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=200, help="runs of each row")
     parser.add_argument("--variant", choices=("pi05", "pi0"), default="pi05")
+    parser.add_argument("--images", choices=("planes", "bytes"), default="bytes", help="how the model takes them")
     parser.add_argument("--parts", nargs="*", choices=(*PARTS,), default=[*PARTS], help="whose errors are told")
     chosen = options(parser)
     if not torch.cuda.is_available():
@@ -100,7 +101,8 @@ def main() -> int:
         return 2
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     cases = [case[1:3] for case in CASES if case[0] == chosen.variant]
-    half = PiOptions(variant=chosen.variant, dtype="bfloat16", prompt_len=max(prompt for _, prompt in cases))
+    longest = max(prompt for _, prompt in cases)
+    half = PiOptions(variant=chosen.variant, dtype="bfloat16", prompt_len=longest, images=chosen.images)
     tensors, seen = unit_weights(half, 1), inputs(half, 0)
     noise = torch.randn((1, half.action_horizon, half.action_dim), generator=torch.Generator("cuda"), device="cuda")
 
@@ -131,7 +133,7 @@ def main() -> int:
     columns = ("coded", "velocity", "largest", "action", "velocity / bf16", "largest / bf16", "action / bf16")
     show(f"fp8, {chosen.variant}: error against float32, relative L2, {where}", columns, rows, log=chosen.log)
     head = ("quant cameras/tokens", "n", "p50 ms", "p99", "max", "copy in", "vision", "prefix", "steps", "copy out")
-    show(f"fp8, {chosen.variant}: one chunk, {where}", (*head, "wanted"), timed, log=chosen.log)
+    show(f"fp8, {chosen.variant}: one chunk, images as {chosen.images}, {where}", (*head, "wanted"), timed, log=chosen.log)
     return code
 
 
