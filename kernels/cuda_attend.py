@@ -3,7 +3,7 @@
 Few columns, as the vision tower's 48 heads of 256 patches (cuDNN takes 10 us): a head's keys stand in shared memory as
 a whole. Many queries of heads of 256 over a slab, as the prefix's (Triton takes 30 us, of which 9 are products): two
 warpgroups take turns at the matrix unit. NOT MEASURED. Serves where a profile names it; all else goes to attend.py.
-``attend_fp8`` is the second with another last step, NOT MEASURED either.
+With a code the second has another last step (cuda_attend_fp8.py), NOT MEASURED either.
 """
 
 from __future__ import annotations
@@ -90,14 +90,6 @@ def attend(
         return others.attend(query, keys, values, lengths, code)
     check_attention(query, keys, values, lengths)
     return _few_columns(query, keys, values) if few else _many_queries(query, keys, values, lengths, code)
-
-
-def attend_fp8(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, code: Code) -> Tensor:
-    """See :func:`phyai_kernels.reference.attend_fp8`.
-
-    :raises ValueError: as ``attend``; a code that does not fit.
-    """
-    return attend(query, keys, values, lengths, code)
 
 
 def _few_columns(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
     "rms_norm": {"triton": "phyai_kernels.rms_norm", "flashinfer": "phyai_kernels.flashinfer_rms_norm"},
     "gelu_mul": {"triton": "phyai_kernels.gelu_mul", "flashinfer": "phyai_kernels.flashinfer_gelu_mul"},
     "attend": {"triton": "phyai_kernels.attend", "cuda": "phyai_kernels.cuda_attend"},
-    "attend_fp8": {"triton": "phyai_kernels.attend_fp8", "cuda": "phyai_kernels.cuda_attend"},
+    "attend_fp8": {"triton": "phyai_kernels.attend_fp8", "cuda": "phyai_kernels.cuda_attend_fp8"},
     "stack": {"cuda": "phyai_kernels.stack"},
 }
 

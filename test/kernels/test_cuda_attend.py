@@ -81,7 +81,7 @@ def test_many_queries_are_the_reference(
     assert found.shape == wanted.shape and found.dtype == torch.bfloat16
     assert (found.float() - wanted).abs().max() <= 1e-2 * wanted.abs().max()
     code = torch.randn(wanted.shape[2], generator=torch.Generator().manual_seed(1)), torch.tensor(300.0)
-    coded = fused.attend_fp8(query, keys, values, given, code)
+    coded = fused.attend(query, keys, values, given, code)
     assert coded.dtype == reference.FP8 and torch.equal(coded.float(), reference.encode_fp8(found, code).float())
 
 
@@ -92,7 +92,7 @@ def test_every_value_is_coded_as_the_format_says(fused: Any) -> None:
     values[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
     query, keys = torch.randn(1, 11, 70, 256).bfloat16(), torch.randn(1, 11, 1, 256).bfloat16()
     code = torch.zeros(11 * 256), torch.tensor(1.0)
-    found = fused.attend_fp8(query, keys, values, torch.tensor([1]), code).float()
+    found = fused.attend(query, keys, values, torch.tensor([1]), code).float()
     wanted = reference.encode_fp8(values.float().view(-1), code).float()
     assert wanted.isnan().sum() == 1 and (wanted.abs() == 448).sum() > 128 and wanted.unique().numel() > 240
     torch.testing.assert_close(found, wanted.expand(1, 70, -1), rtol=0, atol=0, equal_nan=True)
@@ -139,26 +139,26 @@ def test_what_is_not_coded_here_goes_to_the_other_form(fused: Any, monkeypatch: 
         (*whole, lengths, (centre, inverse.bfloat16())),
         (*merged(1, 2, 40, 72), None, (torch.zeros(144), inverse)),
     ):
-        assert fused.attend_fp8(*args) is args[0]
+        assert fused.attend(*args) is args[0]
     assert len(called) == 6
     with pytest.raises(ValueError, match="a code of 512 numbers is wanted"):
-        fused.attend_fp8(*whole, lengths, (centre[:256], inverse))
+        fused.attend(*whole, lengths, (centre[:256], inverse))
 
 
 @pytest.mark.gpu
 def test_it_is_the_reference_on_a_gpu() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    module = importlib.import_module("phyai_kernels.cuda_attend")
-    fused, several = module.attend, (2, 4, 2, 90, 500, 256)
+    fused, coded = (getattr(importlib.import_module(f"phyai_kernels.cuda_{op}"), op) for op in ("attend", "attend_fp8"))
+    several = 2, 4, 2, 90, 500, 256
     for dims in (VISION, PREFIX, (1, 3, 3, 70, 100, 128), (2, 2, 2, 150, 40, 72), several):
         assert largest_error("attend", torch.bfloat16, dims, fused, torch.device("cuda")) <= 1e-2
     for dims in (PREFIX, several):
         allowed = TOLERANCES[torch.bfloat16]
-        assert largest_error("attend_fp8", torch.bfloat16, dims, module.attend_fp8, torch.device("cuda")) <= allowed
+        assert largest_error("attend_fp8", torch.bfloat16, dims, coded, torch.device("cuda")) <= allowed
         for *args, code in cases("attend_fp8", torch.bfloat16, dims, torch.device("cuda")):
             wanted = reference.encode_fp8(fused(*args), code)
-            assert torch.equal(module.attend_fp8(*args, code).float(), wanted.float())
+            assert torch.equal(coded(*args, code).float(), wanted.float())
     query, keys, values = (part.cuda() for part in merged(3, 16, 256, 72))
     first = fused(query, keys, values)
     assert all(torch.equal(fused(query, keys, values), first) for _ in range(3))

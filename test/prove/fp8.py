@@ -133,7 +133,12 @@ def main() -> int:
     columns = ("coded", "velocity", "largest", "action", "velocity / bf16", "largest / bf16", "action / bf16")
     show(f"fp8, {chosen.variant}: error against float32, relative L2, {where}", columns, rows, log=chosen.log)
     head = ("quant cameras/tokens", "n", "p50 ms", "p99", "max", "copy in", "vision", "prefix", "steps", "copy out")
-    show(f"fp8, {chosen.variant}: one chunk, images as {chosen.images}, {where}", (*head, "wanted"), timed, log=chosen.log)
+    show(
+        f"fp8, {chosen.variant}: one chunk, images as {chosen.images}, {where}",
+        (*head, "wanted"),
+        timed,
+        log=chosen.log,
+    )
     return code
 
 
