@@ -152,8 +152,9 @@ def code(model: PiModel, checkpoint: Path | None) -> ActivationScales:
         path = Path(options.quant_scales) if options.quant_scales else Path(checkpoint or ".") / FILE
         scales = load_scales(path, checkpoint=checkpoint or "MODEL")
         # A file from before the expert could be coded says nothing of it, and is right of the rest.
-        told = {name: site for name, site in every_site(options).items() if name in scales.seen}
-        check_scales(scales, weights_digest(model, told), where=path)
+        table = every_site(options)
+        told = {name: site for name, site in table.items() if name in scales.seen}
+        check_scales(scales, weights_digest(model, told or table), where=path)
     code_model(model, sites(options), scales)
     return scales
 
@@ -171,17 +172,17 @@ def code_expert(model: PiModel, scales: ActivationScales) -> None:
     elif model.ops.stack_fp8 is reference.stack_fp8 and options.kernels != "reference":
         why = "no fused form of it"
     if why:
-        reasons = {
-            **model.ops.reasons,
-            "stack_fp8": f"{model.ops.reasons['stack_fp8']}; the expert is not coded, {why}",
-        }
+        said = model.ops.reasons.get("stack_fp8", "reference")
+        reasons = {**model.ops.reasons, "stack_fp8": f"{said}; the expert is not coded, {why}"}
         model.ops = replace(model.ops, reasons=reasons)
         return
-    weights = {name: cast("nn.Linear", model.get_submodule(name)).weight.detach() for name in names}
-    for name, weight in weights.items():
+    coded = {}
+    for name in names:
+        weight = cast("nn.Linear", model.get_submodule(name)).weight.detach()
         check_seen(scales, name, weight.shape[1])
-    matrices = iter([code_matrix(weight, scales.seen[name]) for name, weight in weights.items()])
-    model.coded = [CodedLayer(*layer) for layer in zip(*[matrices] * len(CodedLayer._fields), strict=True)]
+        coded[name] = code_matrix(weight, scales.seen[name])
+    fields = CodedLayer._fields
+    model.coded = [CodedLayer(*(coded[f"expert.layers.{i}.{leaf}"] for leaf in fields)) for i in range(options.depth)]
 
 
 def calibrate(model: PiModel, rows: Sequence[Row], made: str) -> ActivationScales:

@@ -247,6 +247,9 @@ def test_scales_that_say_nothing_of_the_expert_leave_it_as_it_is(tmp_path: Path)
     assert PiModel.from_state(coded, weights(coded)).coded
     with pytest.raises(ConfigError, match="belong to other weights"):
         PiModel.from_state(coded, other)
+    save_scales(ActivationScales("of another model", "ab", {"layers.0": scales.seen["expert.layers.0.o"]}), path)
+    with pytest.raises(ConfigError, match="belong to other weights"):
+        PiModel.from_state(coded, other)
     wrong = {**scales.seen, "expert.layers.0.o": Seen(np.zeros(3, np.float32), 1.0)}
     save_scales(ActivationScales(scales.made, scales.weights, wrong), path)
     with pytest.raises(ConfigError, match=r"no activation scale of expert\.layers\.0\.o.*calibrate"):
