@@ -18,8 +18,8 @@ from torch import Tensor
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
 # Eight bits round to 2**-4 of a value, and another rounding before them moves one value in thirty by a whole step:
 # their error is that of all values together, |candidate - reference| over |reference|, 1.3e-2 where all is well. Of a
-# stack, which codes inside, it is 1.2e-2; a bias, a shift or the last input that one product of its eight loses make it
-# 3e-2. As a part of the other tolerance, so that there is one error to compare.
+# stack, which codes inside, it is 1.2e-2; a bias or the last input that one product of its eight loses make it 5e-2,
+# shifts that all of them lose 3e-2. As a part of the other tolerance, so that there is one error to compare.
 _CODED, _CODES_INSIDE = TOLERANCES[torch.bfloat16] / 4e-2, TOLERANCES[torch.bfloat16] / 2.5e-2
 
 
