@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -256,12 +257,65 @@ def stack(
     return normed
 
 
-def around(layers: Callable[..., Tensor], ends: Ends, ops: Any, x: Tensor, weights: Any, *rest: Any) -> Tensor:
+def around(
+    layers: Callable[..., Tensor], ends: Ends, ops: Any, x: Tensor, weights: Any, norms: Any, keys: Tensor, *rest: Any
+) -> Tensor:
     """Layers with both affine maps as operators of their own. :param rest: what ``stack`` takes between both."""
     if ends.into is not None:
-        x = ops.linear(x, *ends.into).to(weights[0].qkv.dtype)
-    out: Tensor = ops.linear(layers(x, weights, *rest, ops).float(), *ends.out_of)
+        x = ops.linear(x, *ends.into).to(keys.dtype)
+    out: Tensor = ops.linear(layers(x, weights, norms, keys, *rest, ops).float(), *ends.out_of)
     return out
+
+
+def late_stack(
+    product: Callable[[Tensor, Any], Tensor],
+    x: Tensor,
+    weights: Sequence[Any],
+    norms: Sequence[Norm],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    table: tuple[Tensor, Tensor],
+    heads: int,
+    ops: Any = None,
+    ends: Ends | None = None,
+) -> Tensor:
+    """``stack`` whose norms come behind the products that read them: its mathematics, with x * (1 + scale) as operand.
+
+    What reads a stream need not wait for the sum of its squares.
+
+    :param product: (operand fp32 [..., K], matrix of a layer) -> [..., N] fp32.
+    :param weights: per layer ``qkv``, ``o``, ``gate_up``, ``down``, as ``product`` takes them.
+    :raises ValueError: a norm with a shift whose ``moved`` nobody made.
+    """
+    ops = ops or sys.modules[__name__]
+    if ends is not None:
+        rest = weights, norms, keys, values, start, lengths, table, heads
+        return around(partial(late_stack, product), ends, ops, x, *rest)
+    for i, layer in enumerate(weights):
+        before, between, slabs = norms[2 * i], norms[2 * i + 1], (keys[i], values[i])
+        qkv = _late_norm(product, x, before, layer.qkv).to(x.dtype)
+        attended = ops.attend(ops.split_rotate(qkv, table, *slabs, start, heads), *slabs, lengths)
+        x = _gated_add(x, product(attended.float(), layer.o), before.gate)
+        inner = gelu_mul(_late_norm(product, x, between, layer.gate_up))
+        x = _gated_add(x, product(inner, layer.down), between.gate)
+    scale, shift = norms[-1][:2]
+    _, normed = ops.rms_norm(x, scale) if shift is None else ops.ada_rms_norm(x, scale, shift)
+    return normed  # type: ignore[no-any-return]
+
+
+def _late_norm(product: Callable[[Tensor, Any], Tensor], x: Tensor, norm: Norm, matrix: Any) -> Tensor:
+    if norm.shift is not None and norm.moved is None:
+        raise ValueError("a norm has a shift, and nobody made what it becomes behind the product (Norm.moved)")
+    wide = x.float()
+    out = product(wide * (1.0 + norm.scale), matrix) * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPS)
+    return out if norm.moved is None else out + norm.moved
+
+
+def _gated_add(x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
+    out = out.to(x.dtype)
+    return x + (out if gate is None else gate.to(x.dtype) * out)
 
 
 # --- products of eight bits ---
@@ -272,6 +326,27 @@ def around(layers: Callable[..., Tensor], ends: Ends, ops: Any, x: Tensor, weigh
 # An operator codes its result with the code of the matrix that reads it.
 
 Code = tuple[Tensor, Tensor]
+
+
+class CodedMatrix(NamedTuple):
+    """A matrix of ``stack_fp8``.
+
+    :param weight: [N, K] e4m3, rows in their plain order. :param factor, bias: [N] fp32. :param code: of its operand.
+    """
+
+    weight: Tensor
+    factor: Tensor
+    bias: Tensor
+    code: Code
+
+
+class CodedLayer(NamedTuple):
+    """``LayerWeights``, coded; the operand of ``qkv`` and of ``gate_up`` is that of ``late_stack``, not yet normed."""
+
+    qkv: CodedMatrix
+    o: CodedMatrix
+    gate_up: CodedMatrix
+    down: CodedMatrix
 
 
 def encode_fp8(x: Tensor, code: Code) -> Tensor:
@@ -354,3 +429,16 @@ def project_rotate_fp8(
 def attend_fp8(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, code: Code) -> Tensor:
     """``attend``, coded. :return: [B, Q, heads*D] e4m3"""
     return encode_fp8(attend(query, keys, values, lengths), code)
+
+
+def stack_fp8(x: Tensor, weights: Sequence[CodedLayer], *rest: Any, **named: Any) -> Tensor:
+    """``late_stack`` of coded matrices. Parameters and result are those of ``stack``; stream, K and V are not coded.
+
+    :raises ValueError: as ``late_stack``.
+    """
+    return late_stack(_product_fp8, x, weights, *rest, **named)
+
+
+def _product_fp8(x: Tensor, matrix: CodedMatrix) -> Tensor:
+    """In fp32, of an operand that is not coded yet."""
+    return functional.linear(encode_fp8(x, matrix.code).float(), matrix.weight.float()) * matrix.factor + matrix.bias

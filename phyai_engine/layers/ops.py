@@ -41,6 +41,7 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "split_rotate": ("batch", "tokens", "heads", "kv_heads", "head_dim", "columns"),  # columns of the K/V slab
     "attend": ("batch", "heads", "kv_heads", "queries", "columns", "head_dim"),
     "stack": ("batch", "tokens", "width", "inner", "heads", "kv_heads", "head_dim", "columns"),  # inner: the MLP's
+    "stack_fp8": ("batch", "tokens", "width", "inner", "heads", "kv_heads", "head_dim", "columns"),
     "rms_norm_fp8": ("rows", "width"),
     "linear_norm_fp8": ("rows", "inputs", "outputs"),
     "gated_up_fp8": ("rows", "inputs", "outputs"),
@@ -63,6 +64,7 @@ CANDIDATES: Mapping[str, Mapping[str, str]] = {
     "attend": {"triton": "phyai_kernels.attend", "cuda": "phyai_kernels.cuda_attend"},
     "attend_fp8": {"triton": "phyai_kernels.attend_fp8", "cuda": "phyai_kernels.cuda_attend_fp8"},
     "stack": {"cuda": "phyai_kernels.stack"},
+    "stack_fp8": {"cuda": "phyai_kernels.stack"},  # of the same pieces
 }
 
 
@@ -97,6 +99,14 @@ class OpShape:
 
 _PRODUCTS = [op for op, dims in DIMS.items() if dims == DIMS["linear"] and "gated" not in op]
 _NORMS = ("rms_norm", "ada_rms_norm", "layer_norm", "rms_norm_fp8")
+
+
+def _stack_sizes(
+    norms: Any, keys: Tensor, values: Any, start: Any, lengths: Any, table: Any, heads: int, *_: Any
+) -> tuple[int, ...]:
+    return heads, keys.shape[2], keys.shape[4], keys.shape[3]
+
+
 _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     **dict.fromkeys(_PRODUCTS, lambda x, w, *_: (x[..., 0].numel(), w.shape[1], w.shape[0])),
     **dict.fromkeys(_NORMS, lambda x, *_: (x[..., 0].numel(), x.shape[-1])),
@@ -109,14 +119,8 @@ _CALLS: Mapping[str, Callable[..., tuple[int, ...]]] = {
     **dict.fromkeys(
         ("attend", "attend_fp8"), lambda q, k, v, *_: (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
     ),
-    "stack": lambda x, w, norms, k, v, start, lengths, table, heads, ops=None, ends=None: (
-        *x.shape[:2],
-        *w[0].down.shape,
-        heads,
-        k.shape[2],
-        k.shape[4],
-        k.shape[3],
-    ),
+    "stack": lambda x, w, *rest: (*x.shape[:2], *w[0].down.shape, *_stack_sizes(*rest)),
+    "stack_fp8": lambda x, w, *rest: (*x.shape[:2], *w[0].down.weight.shape, *_stack_sizes(*rest)),
     "norm_back": lambda grad, w, beside, stream, *_: (grad[..., 0].numel(), stream.shape[-1], grad.shape[-1]),
     "gated_up_back": lambda grad, down, x, w: (x[..., 0].numel(), w.shape[1], w.shape[0] // 2),
     "split_rotate_back": lambda q, k, v, table: (q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3]),
@@ -130,8 +134,8 @@ def dims_of(op: str, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def dtype_of(op: str, args: Sequence[Any]) -> torch.dtype:
-    """What OpShape.dtype holds of one call: a stack may be given actions in float32 and lead them into its stream."""
-    return (args[1][0].qkv if op == "stack" else args[0]).dtype  # type: ignore[no-any-return]
+    """What OpShape.dtype holds of one call: of a stack that of its keys, since it may be given actions in float32."""
+    return args[3 if op.startswith("stack") else 0].dtype  # type: ignore[no-any-return]
 
 
 class ByShape:
@@ -181,6 +185,7 @@ class Ops:
     split_rotate: Callable[..., Tensor] = reference.split_rotate
     attend: Callable[..., Tensor] = reference.attend
     stack: Callable[..., Tensor] = reference.stack  # calls the others, as it is given them
+    stack_fp8: Callable[..., Tensor] = reference.stack_fp8
     rms_norm_fp8: Callable[..., Tensor] = reference.rms_norm_fp8
     linear_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = reference.linear_norm_fp8
     gated_up_fp8: Callable[..., Tensor] = reference.gated_up_fp8

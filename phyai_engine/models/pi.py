@@ -18,21 +18,22 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 from phyai_kernels import backward, reference
-from phyai_kernels.reference import Ends, Norm
+from phyai_kernels.reference import CodedLayer, Ends, Norm
 from torch import Tensor, nn
 from torch.nn import functional
 
 from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError, EngineError
-from phyai_engine.layers.ops import BACK, REFERENCE, Ops, OpShape, load_ops
+from phyai_engine.layers.ops import BACK, REFERENCE, Ops, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
 from phyai_engine.models import Work, pi_compact
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms, Span
 from phyai_engine.models.backbones.siglip import Siglip, SiglipOptions
-from phyai_engine.models.pi_coded import check_device, code, coded_shapes
+from phyai_engine.models.pi_coded import check_device, code, code_expert
 from phyai_engine.models.pi_compact import BatchShape, arrange
 from phyai_engine.models.pi_options import PiOptions, images_of
+from phyai_engine.models.pi_shapes import op_shapes, vision_dtype
 from phyai_engine.models.pi_work import phase_work
 from phyai_engine.types import BufferSpec, ModelSpec
 from phyai_engine.weights.header import Shape, stored_tensors
@@ -65,72 +66,6 @@ def time_embedding(times: tuple[float, ...], options: PiOptions) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), dim=1).float()
 
 
-def op_shapes(options: PiOptions, dtype: torch.dtype) -> list[OpShape]:
-    """Every operator call of one full request: all cameras, the longest prompt, one row.
-
-    :param dtype: of the towers' activations; the vision tower's is ``options.vision_dtype``.
-    """
-    o, vision = options, _vision_dtype(options, dtype)
-    queries, images = o.heads * o.head_dim, len(o.cameras) * o.image_tokens
-    length = images + o.prompt_len
-    columns = length + o.state_tokens + o.action_horizon
-    shapes = [
-        OpShape("linear", torch.float32, (images, 3 * o.patch**2, o.vis_width)),
-        OpShape("layer_norm", vision, (images, o.vis_width)),
-        *_linears(images, vision, (o.vis_width, 3 * o.vis_width), (o.vis_width, o.vis_width)),
-        *_linears(images, vision, (o.vis_mlp, o.vis_width), (o.vis_width, o.width)),
-        OpShape("linear_gelu", vision, (images, o.vis_width, o.vis_mlp)),
-        OpShape(
-            "attend",
-            vision,
-            (len(o.cameras), o.vis_heads, o.vis_heads, o.image_tokens, o.image_tokens, o.vis_width // o.vis_heads),
-        ),
-    ]
-    actions = "ada_rms_norm" if o.variant == "pi05" else "rms_norm"
-    # Norm, rows, width, MLP of each pass.
-    passes = [("rms_norm", length, o.width, o.mlp), (actions, o.action_horizon, o.exp_width, o.exp_mlp)]
-    passes += [("rms_norm", 1, o.exp_width, o.exp_mlp)] if o.variant == "pi0" else []
-    for norm, rows, width, mlp in passes:
-        shapes += [
-            OpShape(norm, dtype, (rows, width)),
-            OpShape("project_rotate", dtype, (1, rows, width, o.heads, o.kv_heads, o.head_dim, columns)),
-            OpShape("attend", dtype, (1, o.heads, o.kv_heads, rows, columns, o.head_dim)),
-            OpShape("linear_norm", dtype, (rows, queries, width)),
-            OpShape("gated_up", dtype, (rows, width, mlp)),
-            OpShape("linear_norm", dtype, (rows, mlp, width)),
-        ]
-    sizes = o.exp_width, o.exp_mlp, o.heads, o.kv_heads, o.head_dim, columns
-    shapes += [OpShape("stack", dtype, (1, rows, *sizes)) for *_, rows, width, _ in passes if width == o.exp_width]
-    heads = [(o.action_dim, o.exp_width), (o.exp_width, o.action_dim)]
-    if o.variant == "pi0":
-        heads += [(o.exp_width, o.exp_width)]
-        shapes += _linears(1, torch.float32, (o.action_dim, o.exp_width))
-    shapes += _linears(o.action_horizon, torch.float32, *heads)
-    shapes += _back_shapes(o, dtype, columns) + [replace(shape, op="linear_back") for shape in shapes[-len(heads) :]]
-    return list(dict.fromkeys((*shapes, *coded_shapes(options))))
-
-
-def _back_shapes(o: PiOptions, dtype: torch.dtype, columns: int) -> list[OpShape]:
-    """Of the expert's gradient. :param columns: of the K/V slab."""
-    rows, width, heads = o.action_horizon, o.exp_width, (o.heads, o.kv_heads)
-    behind = (2 * o.exp_mlp, (o.heads + 2 * o.kv_heads) * o.head_dim, width)
-    return [
-        *(OpShape("norm_back", dtype, (rows, width, outputs)) for outputs in behind),
-        OpShape("gated_up_back", dtype, (rows, width, o.exp_mlp)),
-        OpShape("linear_back", dtype, (rows, o.heads * o.head_dim, width)),
-        OpShape("attend_back", dtype, (1, *heads, rows, columns, o.head_dim)),
-        OpShape("split_rotate_back", dtype, (1, rows, *heads, o.head_dim)),
-    ]
-
-
-def _linears(rows: int, dtype: torch.dtype, *sizes: tuple[int, int]) -> list[OpShape]:
-    return [OpShape("linear", dtype, (rows, *size)) for size in sizes]
-
-
-def _vision_dtype(options: PiOptions, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if options.vision_dtype == "float32" else dtype
-
-
 class PiModel(nn.Module):
     """One pi0 or pi0.5 network with its weights. Made by ``load``, ``from_state`` or ``random``.
 
@@ -143,16 +78,17 @@ class PiModel(nn.Module):
     rotary_frequencies: Tensor
     modulation: Tensor
     time_rows: Tensor
-    moved: Sequence[Tensor]  # of pi0.5's expert, where a fused form reads it: norm -> ``Norm.moved`` of each step
+    moved: Sequence[Tensor]  # of pi0.5's expert, where a form of it reads them: norm -> ``Norm.moved`` of each step
+    coded: Sequence[CodedLayer]  # the expert's layers in eight bits, beside its own; empty where nothing runs them
 
     def __init__(self, options: PiOptions) -> None:
         super().__init__()
         o = self.options = options
         self.spec = options.spec()
         self.ops = Ops()
-        self.moved = ()
+        self.moved, self.coded = (), ()
         self.dtype: torch.dtype = getattr(torch, options.dtype)
-        pi0, width, vision = options.variant == "pi0", options.exp_width, _vision_dtype(options, self.dtype)
+        pi0, width, vision = options.variant == "pi0", options.exp_width, vision_dtype(options, self.dtype)
         self.vision = Siglip(
             SiglipOptions(o.vis_width, o.vis_depth, o.vis_mlp, o.vis_heads, o.image_size, o.patch), vision
         )
@@ -272,11 +208,12 @@ class PiModel(nn.Module):
             own[name].copy_(tensor)
         own["embedding"].mul_(options.width**0.5)  # rounded once, as a product with the looked-up row would be
         model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
-        if options.quant != "none":
-            code(model, checkpoint)
+        scales = None if options.quant == "none" else code(model, checkpoint)
         shapes = [shape for shape in op_shapes(options, model.dtype) if gradient or shape.op not in BACK]
         model.ops = load_ops(options.kernels, device=device, shapes=shapes)
-        if options.variant == "pi05" and model.ops.stack is not reference.stack:
+        if scales is not None:
+            code_expert(model, scales)
+        if options.variant == "pi05" and (model.coded or model.ops.stack is not reference.stack):
             model.moved = model.moved_shifts()
         return model
 
@@ -314,7 +251,7 @@ class PiModel(nn.Module):
 
     def work(self, rows: Sequence[pi_compact.Inputs]) -> Mapping[str, Work]:
         """See :class:`phyai_engine.models.Counted`."""
-        sizes = (dtype.itemsize for dtype in (self.dtype, _vision_dtype(self.options, self.dtype)))
+        sizes = (dtype.itemsize for dtype in (self.dtype, vision_dtype(self.options, self.dtype)))
         return phase_work(self.options, self.shape_of(rows), *sizes)
 
     @torch.no_grad()
@@ -392,13 +329,18 @@ class PiModel(nn.Module):
         else:
             x, _ = self._into(x, step, clean)
         ends = Ends(into, (self.action_out.weight, self.action_out.bias))
-        velocity: Tensor = self.expert(x, prefix.actions, self._norms(step, clean), self.ops, ends)
+        coded = self.coded if clean is None and self._takes_codes(len(x)) else ()
+        velocity: Tensor = self.expert(x, prefix.actions, self._norms(step, clean), self.ops, ends, coded)
         return velocity
+
+    def _takes_codes(self, rows: int) -> bool:
+        """A fused form is asked for one row, as it was checked at load; the definition takes any number."""
+        return rows == 1 or self.options.kernels == "reference"
 
     @torch.no_grad()
     def velocity_vjp(self, prefix: PiPrefix, x: Tensor, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """See :class:`phyai_engine.models.Model`. The bits of the velocity are those of ``velocity``, but where that
-        runs a fused ``stack``: the tape needs the single operators, whose rounding differs.
+        runs a fused ``stack`` or coded layers: the tape needs the single operators, whose rounding differs.
         """
         tape = Tape(self.ops)
         tokens, inner = self._into(x, step)

@@ -29,9 +29,12 @@ class PiOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     :param min_period, max_period: of the time embedding's sinusoids, in flow time.
     :param kernels: which operators run: layers/ops.py.
     :param graphs: ``auto`` captures CUDA graphs on an accelerator at load, ``none`` never.
-    :param quant: a scheme of quant/schemes.py for the prefix stack's matrices. Nothing else is coded: it costs the
-        vision tower time and the expert precision (LOG.md).
-    :param quant_keep: patterns of matrices that stay as they are, such as ``language.layers.[0-5].qkv``.
+    :param quant: a scheme of quant/schemes.py for the prefix stack's matrices, and for the action expert's where an
+        accelerator has a fused form of its coded layers. Without one, in a batch of several rows, with a clean prefix
+        and where guidance takes a gradient the expert runs as it is. The vision tower is not coded: it would take
+        longer (LOG.md).
+    :param quant_keep: patterns of matrices that stay as they are, such as ``language.layers.[0-5].qkv``. The expert is
+        coded as a whole: to keep one of its matrices (``expert.layers.0.down``) or all (``expert.*``) is the same.
     :param quant_scales: file of ``phyai calibrate``; empty: the one in the checkpoint's folder, and random weights are
         calibrated at load.
     :param prompt_buckets: prompt lengths that graphs are captured for, beside ``prompt_len``; a prompt takes the next.

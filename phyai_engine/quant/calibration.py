@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from phyai_engine.layers.ops import Ops
 from phyai_engine.quant.coding import Site
@@ -59,13 +60,21 @@ class Observer:
         """Matrix -> its operand so far; what was never multiplied is not there."""
         return {name: sums.seen() for name, sums in sorted(self._sums.items())}
 
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T in fp32, noted: for ``reference.late_stack``. :param x: fp32."""
+        self._note(x, weight)
+        return functional.linear(x, weight.float())
+
+    def _note(self, x: Tensor, weight: Tensor) -> None:
+        name = self._names.get(weight.untyped_storage().data_ptr())
+        if name in self._sums:
+            self._sums[name].add(_Sums.of(x))
+        elif name is not None:
+            self._sums[name] = _Sums.of(x)
+
     def _noting(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
         def call(x: Tensor, weight: Tensor, *rest: Any) -> Any:
-            name = self._names.get(weight.untyped_storage().data_ptr())
-            if name in self._sums:
-                self._sums[name].add(_Sums.of(x))
-            elif name is not None:
-                self._sums[name] = _Sums.of(x)
+            self._note(x, weight)
             return implementation(x, weight, *rest)
 
         return call

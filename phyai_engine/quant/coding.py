@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import torch
-from phyai_kernels.reference import FP8, LARGEST_FP8
+from phyai_kernels.reference import FP8, LARGEST_FP8, CodedMatrix
 from torch import Tensor, nn
 
 from phyai_engine.errors import ConfigError
@@ -47,17 +47,20 @@ def interleaved(rows: Tensor, group: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def code_linear(linear: nn.Linear, seen: Seen, pairs: int) -> CodedLinear:
-    """Of a layer without a bias. :param seen: its operand. :param pairs: see :class:`Site`."""
-    weight, device = linear.weight.detach(), linear.weight.device
-    centre = torch.from_numpy(seen.centre).to(device)
-    bias = weight.float() @ centre
-    if pairs:
-        weight, bias = interleaved(weight, pairs), interleaved(bias, pairs)
+def code_matrix(weight: Tensor, seen: Seen) -> CodedMatrix:
+    """:param weight: [N, K]. :param seen: its operand."""
+    centre = torch.from_numpy(seen.centre).to(weight.device)
     values, scale = code_rows(weight)
     step = max(seen.largest, _SMALLEST) * MARGIN / LARGEST_FP8
-    inverse = torch.tensor(1.0 / step, dtype=torch.float32, device=device)
-    return CodedLinear(values, scale / inverse, bias, centre, inverse)
+    inverse = torch.tensor(1.0 / step, dtype=torch.float32, device=weight.device)
+    return CodedMatrix(values, scale / inverse, weight.float() @ centre, (centre, inverse))
+
+
+def code_linear(linear: nn.Linear, seen: Seen, pairs: int) -> CodedLinear:
+    """Of a layer without a bias. :param seen: its operand. :param pairs: see :class:`Site`."""
+    weight = linear.weight.detach()
+    values, factor, bias, code = code_matrix(interleaved(weight, pairs) if pairs else weight, seen)
+    return CodedLinear(values, factor, bias, *code)
 
 
 def check_scales(scales: ActivationScales, digest: str, *, where: object) -> None:
@@ -87,10 +90,15 @@ def code_model(model: nn.Module, sites: Mapping[str, Site], scales: ActivationSc
                 wanted=f"a multiple of {ALIGNED}",
                 do=f"Add {name} to `quant_keep`, or write `quant: none`.",
             )
-        if name not in scales.seen or scales.seen[name].centre.shape != (linear.in_features,):
-            raise ConfigError(f"no activation scale of {name}", got=scales.made, do="Run `phyai calibrate` again.")
+        check_seen(scales, name, linear.in_features)
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, code_linear(linear, scales.seen[name], site.pairs))
+
+
+def check_seen(scales: ActivationScales, name: str, inputs: int) -> None:
+    """:raises ConfigError: they say nothing of a matrix of that many inputs."""
+    if name not in scales.seen or scales.seen[name].centre.shape != (inputs,):
+        raise ConfigError(f"no activation scale of {name}", got=scales.made, do="Run `phyai calibrate` again.")
 
 
 def weights_digest(model: nn.Module, sites: Mapping[str, Site]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -28,15 +29,17 @@ from phyai_engine.layers.ops import DIMS, REFERENCE, Ops
 from phyai_engine.layers.tape import Tape
 from phyai_engine.models import pi_coded
 from phyai_engine.models.pi import PiModel, PiOptions, op_shapes
+from phyai_engine.noise import standard_normal
 from phyai_engine.quant.coding import MARGIN, Site, code_linear, code_rows, interleaved, weights_digest
 from phyai_engine.quant.scales import FILE, ActivationScales, Seen, load_scales, save_scales
 from phyai_engine.quant.schemes import SCHEMES
 from phyai_engine.runner import Runner
+from phyai_engine.solvers import euler_flow
 
 SIZES: dict[str, Any] = {
     "vis_mlp": 32, "width": 32, "mlp": 64, "exp_width": 32, "exp_mlp": 48, "vis_width": 16, "kv_heads": 1
 }  # fmt: skip
-KEEPS = [(), ("*.qkv",), ("*.o",), ("*.gate_up", "*.down"), ("*.qkv", "*.o"), ("*.layers.0.*",)]
+KEEPS = [(), ("*.qkv",), ("*.o",), ("*.gate_up", "*.down"), ("*.qkv", "*.o"), ("*.layers.0.*",), ("language.*",)]
 
 
 def options(variant: str = "pi05", **changes: Any) -> PiOptions:
@@ -116,7 +119,8 @@ def test_a_coded_model_is_near_the_plain_one(variant: str, keep: tuple[str, ...]
     wanted = velocities(PiModel.from_state(exact, tensors), inputs, noise)
     model = PiModel.from_state(coded, tensors)
     names = {name for name, module in model.named_modules() if isinstance(module, CodedLinear)}
-    assert names == set(pi_coded.sites(coded)) and names
+    assert names == set(pi_coded.sites(coded))
+    assert bool(model.coded) == pi_coded.codes_expert(coded) == (keep in ((), ("language.*",)))
     error = float((velocities(model, inputs, noise) - wanted).norm() / wanted.norm())
     assert 1e-3 < error < 0.05
 
@@ -127,13 +131,14 @@ def test_each_coded_matrix_moves_the_answer() -> None:
     tensors, inputs, noise = weights(coded), inputs_of(coded), noise_of(coded)
     model = PiModel.from_state(coded, tensors)
     before = velocities(model, inputs, noise)
-    for name in pi_coded.sites(coded):
-        module = model.get_submodule(name)
-        assert isinstance(module, CodedLinear)
-        own = module.factor.clone()
-        module.factor.mul_(1.5)
+    factors = {name: cast("CodedLinear", model.get_submodule(name)).factor for name in pi_coded.sites(coded)}
+    factors |= {f"expert {i} {k}": m.factor for i, layer in enumerate(model.coded) for k, m in enumerate(layer)}
+    assert len(factors) == len(pi_coded.every_site(coded))
+    for name, factor in factors.items():
+        own = factor.clone()
+        factor.mul_(1.5)
         assert not torch.equal(velocities(model, inputs, noise), before), name
-        module.factor.copy_(own)
+        factor.copy_(own)
     assert torch.equal(velocities(model, inputs, noise), before)
 
 
@@ -162,15 +167,116 @@ def test_a_larger_shape_gives_the_same_answer() -> None:
 
 
 def test_guidance_needs_no_coded_operator() -> None:
-    """The tape is of the expert, whose matrices are plain; another head would be told."""
-    coded = options()
-    model = PiModel.from_state(coded, weights(coded))
+    """The tape is of the expert's plain matrices; another head would be told."""
+    coded, kept = options(), options(quant_keep=("expert.*",))
+    noise = noise_of(coded)
+    model, plain = (PiModel.from_state(given, weights(given)) for given in (coded, kept))
     prefix = model.prefix(inputs_of(coded))
-    velocity, pull = model.velocity_vjp(prefix, noise_of(coded), 0)
-    assert torch.equal(velocity, model.velocity(prefix, noise_of(coded), 0))
+    velocity, pull = model.velocity_vjp(prefix, noise, 0)
+    assert torch.equal(velocity, plain.velocity(plain.prefix(inputs_of(kept)), noise, 0))
+    assert 1e-3 < float((model.velocity(prefix, noise, 0) - velocity).norm() / velocity.norm()) < 0.05
     assert torch.isfinite(pull(torch.ones_like(velocity))).all()
-    with pytest.raises(EngineError, match="gated_up_fp8 has no backward"):
-        Tape(REFERENCE).ops.gated_up_fp8(None)
+    for op in ("gated_up_fp8", "stack_fp8"):
+        with pytest.raises(EngineError, match=f"{op} has no backward"):
+            getattr(Tape(REFERENCE).ops, op)(None)
+
+
+# --- the expert ---
+
+
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_tokens_that_are_clean_are_not_coded(variant: str) -> None:
+    coded = options(variant)
+    model, noise = PiModel.from_state(coded, weights(coded)), noise_of(coded)
+    prefix, clean = model.prefix(inputs_of(coded)), torch.zeros(4, coded.action_horizon, 1, dtype=torch.bool)
+    clean[:, :2] = True
+    found, own = model.velocity(prefix, noise, 1, clean), model.velocity(prefix, noise, 1)
+    model.coded = ()
+    assert torch.equal(model.velocity(prefix, noise, 1, clean), found)
+    assert not torch.equal(model.velocity(prefix, noise, 1), own)
+
+
+@pytest.mark.parametrize(
+    "keep", [("expert.*",), ("expert.layers.1.down",), ("*.qkv",), ("*.layers.2.*",)], ids=lambda keep: keep[0]
+)
+def test_to_keep_any_of_the_expert_keeps_all(keep: tuple[str, ...]) -> None:
+    coded = options(quant_keep=keep)
+    model = PiModel.from_state(coded, weights(coded))
+    assert not pi_coded.codes_expert(coded) and not model.coded
+    assert model.ops.reasons["stack_fp8"].endswith("the expert is not coded, `quant_keep` keeps it")
+
+
+def test_a_fused_form_runs_one_row_and_without_one_nothing_is_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    def fused(x: Tensor, *rest: Any) -> Tensor:
+        called.append(len(x))
+        return reference.stack_fp8(x, *rest)
+
+    coded = options(kernels="auto")
+    plain = PiModel.from_state(coded, weights(coded))
+    assert not plain.coded and plain.ops.reasons["stack_fp8"].endswith("the expert is not coded, no fused form of it")
+    monkeypatch.setattr("phyai_engine.models.pi.load_ops", lambda *_, **__: Ops(stack_fp8=fused))
+    model, inputs, noise = PiModel.from_state(coded, weights(coded)), inputs_of(coded), noise_of(coded)
+    assert len(model.coded) == coded.depth
+    assert torch.equal(velocities(model, inputs, noise), velocities(plain, inputs, noise)) and not called
+    row = {name: tensor[:1] for name, tensor in inputs.items()}
+    found, wanted = (velocities(m, row, noise[:1]) for m in (model, plain))
+    assert called == [1] * coded.num_steps
+    assert 1e-3 < float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_scales_that_say_nothing_of_the_expert_leave_it_as_it_is(tmp_path: Path) -> None:
+    """A file from before it could be coded goes on serving; one of another expert does not."""
+    path, plain = tmp_path / FILE, options(quant="none")
+    model = PiModel.from_state(plain, weights(plain))
+    scales = pi_coded.calibrate(model, [pi_coded.synthetic_row(plain, 0)], "one row")
+    prefix = pi_coded.prefix_sites(plain)
+    seen = {name: scales.seen[name] for name in prefix}
+    save_scales(ActivationScales("earlier", weights_digest(model, prefix), seen), path)
+    coded, other = options(quant_scales=str(path)), weights(plain)
+    model = PiModel.from_state(coded, weights(coded))
+    assert not model.coded and isinstance(model.get_submodule("language.layers.0.qkv"), CodedLinear)
+    why = r"no activation scale of expert.layers.0.qkv \(earlier\): run `phyai calibrate` again"
+    assert re.search(why, model.ops.reasons["stack_fp8"])
+    for name in other:
+        if "gemma_expert" in name and name.endswith("proj.weight"):
+            other[name] = other[name] * 2
+    assert not PiModel.from_state(coded, other).coded
+    save_scales(scales, path)
+    assert PiModel.from_state(coded, weights(coded)).coded
+    with pytest.raises(ConfigError, match="belong to other weights"):
+        PiModel.from_state(coded, other)
+    save_scales(ActivationScales("of another model", "ab", {"layers.0": scales.seen["expert.layers.0.o"]}), path)
+    with pytest.raises(ConfigError, match="belong to other weights"):
+        PiModel.from_state(coded, other)
+    wrong = {**scales.seen, "expert.layers.0.o": Seen(np.zeros(3, np.float32), 1.0)}
+    save_scales(ActivationScales(scales.made, scales.weights, wrong), path)
+    with pytest.raises(ConfigError, match=r"no activation scale of expert\.layers\.0\.o.*calibrate"):
+        PiModel.from_state(coded, weights(coded))
+
+
+def test_calibration_sees_what_the_coded_expert_multiplies() -> None:
+    """Over all steps, before the norm is divided out."""
+    plain = options(quant="none")
+    model = PiModel.from_state(plain, weights(plain))
+    row = pi_coded.synthetic_row(plain, 4)
+    kept = model.ops, model.moved
+    found = pi_coded.calibrate(model, [row], "one row").seen
+    assert (model.ops, model.moved) == kept
+    states: list[Tensor] = []
+    prefix = model.prefix({name: model.to_device(array[None]) for name, array in row.inputs.items()})
+    noise = model.to_device(standard_normal(row.seed, plain.action_horizon, plain.action_dim)[None])
+    euler_flow(model, prefix, noise, model.spec.times, on_step=lambda step, x, _: states.append(x))
+    scaled = [
+        nn.functional.linear(x, model.action_in.weight, model.action_in.bias).bfloat16().float()
+        * (1.0 + model.modulation[step, 0, 0])
+        for step, x in enumerate(states)
+    ]
+    x = torch.stack(scaled).flatten(0, 2)
+    centre, largest = found["expert.layers.0.qkv"]
+    assert np.allclose(centre, x.mean(dim=0), atol=0.02)
+    assert largest == pytest.approx(float((x - x.mean(dim=0)).abs().max()), rel=0.02)
 
 
 # --- calibration ---

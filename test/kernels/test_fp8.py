@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from phyai_kernels import reference
+from phyai_kernels.reference import FP8, CodedLayer, CodedMatrix
 from torch import Tensor
 
 from phyai_engine.layers.self_check import TOLERANCES, cases, largest_error
@@ -42,6 +43,41 @@ def test_the_last_input_counts(op: str) -> None:
         return getattr(reference, op)(x[..., :-1], weight[:, :-1], *rest)
 
     assert largest_error(op, torch.bfloat16, (3, 4096, 24), blind, torch.device("cpu")) > TOLERANCES[torch.bfloat16]
+
+
+Change = Callable[[CodedMatrix], CodedMatrix]
+LOSSES: dict[str, Change] = {
+    "bias": lambda m: m._replace(bias=m.bias * 0),
+    "centre": lambda m: m._replace(code=(m.code[0] * 0, m.code[1])),
+    "last input": lambda m: m._replace(
+        weight=torch.cat((m.weight[:, :-1], m.weight[:, -1:].float().mul(0).to(FP8)), 1)
+    ),
+    "order of rows": lambda m: m._replace(weight=m.weight.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_stack_that_loses_something_once_is_found(loss: str) -> None:
+    """Of one product of one layer; it rounds eight times, and must not hide that."""
+    cpu, dims = torch.device("cpu"), (1, 50, 256, 512, 8, 1, 64, 300)
+    assert largest_error("stack_fp8", torch.bfloat16, dims, reference.stack_fp8, cpu) < TOLERANCES[torch.bfloat16] * 0.7
+    for field in CodedLayer._fields:
+
+        def lossy(x: Tensor, weights: Any, *rest: Any, field: str = field) -> Tensor:
+            spoilt = weights[1]._replace(**{field: LOSSES[loss](getattr(weights[1], field))})
+            return reference.stack_fp8(x, (weights[0], spoilt), *rest)
+
+        assert largest_error("stack_fp8", torch.bfloat16, dims, lossy, cpu) > TOLERANCES[torch.bfloat16], field
+
+
+@pytest.mark.parametrize("part", ["shift", "gate"])
+def test_a_stack_that_forgets_part_of_its_norms_is_found(part: str) -> None:
+    def lossy(x: Tensor, weights: Any, norms: Any, *rest: Any) -> Tensor:
+        names = ("shift", "moved") if part == "shift" else (part,)
+        return reference.stack_fp8(x, weights, [norm._replace(**dict.fromkeys(names)) for norm in norms], *rest)
+
+    dims = (1, 50, 256, 512, 8, 1, 64, 300)
+    assert largest_error("stack_fp8", torch.bfloat16, dims, lossy, torch.device("cpu")) > TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from phyai_kernels import reference
-from phyai_kernels.reference import EPS, Ends, LayerWeights, Norm
-from torch import Tensor
+from phyai_kernels.reference import LayerWeights
 
 from phyai_engine.layers.ops import OpShape
 from phyai_engine.layers.self_check import cases, largest_error, map_tensors
@@ -32,46 +31,18 @@ EXPERT = (1, 50, 1024, 4096, 8, 1, 256)
 # --- what the kernels compute, in plain torch ---
 
 
-def late_norm(stream: Tensor, norm: Norm, matrix: Tensor) -> Tensor:
-    """A product whose norm comes last: its row factor behind the product, its shift as ``moved``."""
-    factor = torch.rsqrt(stream.square().mean(-1, keepdim=True) + EPS)
-    found = (stream * (1 + norm.scale)) @ matrix.T * factor
-    return found if norm.moved is None else found + norm.moved
-
-
-def late_norms(
-    x: Tensor,
-    weights: Sequence[LayerWeights],
-    norms: Sequence[Norm],
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    lengths: Tensor,
-    table: Any,
-    heads: int,
-    ops: Any = None,
-    ends: Ends | None = None,
-) -> Tensor:
-    """``stack`` in float32, with norms as stack_products.cu has them."""
-    if ends is not None:
-        rest = weights, norms, keys, values, start, lengths, table, heads
-        return reference.around(late_norms, ends, reference, x, *rest)
-    if not any(norm.moved is not None for norm in norms) and norms[0].shift is not None:
-        raise ValueError("nobody made what the shifts become")
-    for i, layer in enumerate(weights):
-        before, between = norms[2 * i : 2 * i + 2]
-        query = reference.split_rotate(late_norm(x, before, layer.qkv), table, keys[i], values[i], start, heads)
-        out = reference.attend(query, keys[i], values[i], lengths) @ layer.o.T
-        x = x + out * (1.0 if before.gate is None else before.gate)
-        out = reference.gelu_mul(late_norm(x, between, layer.gate_up)) @ layer.down.T
-        x = x + out * (1.0 if between.gate is None else between.gate)
-    scale, shift = norms[-1][:2]
-    return reference.rms_normalise(x) * (1 + scale) + (0.0 if shift is None else shift)
+late_stack = functools.partial(reference.late_stack, torch.nn.functional.linear)
 
 
 def test_norms_behind_their_products_are_the_same_mathematics() -> None:
     dims = (2, 7, 24, 48, 4, 2, 8, 20)
-    assert largest_error("stack", torch.float32, dims, late_norms, torch.device("cpu")) < 3e-6
+    assert largest_error("stack", torch.float32, dims, late_stack, torch.device("cpu")) < 3e-6
+
+
+def test_a_shift_that_nobody_moved_is_refused() -> None:
+    x, weights, norms, *rest = list(cases("stack", torch.float32, (1, 2, 24, 48, 4, 2, 8, 20), torch.device("cpu")))[1]
+    with pytest.raises(ValueError, match="nobody made"):
+        late_stack(x, weights, [norm._replace(moved=None) for norm in norms], *rest)
 
 
 @pytest.mark.parametrize("variant", ["pi0", "pi05"])
@@ -87,7 +58,7 @@ def test_a_model_makes_what_shifts_become(variant: str) -> None:
     }
     prefix = model.prefix(inputs)
     wanted = [model.velocity(prefix, noise, step) for step in range(3)]
-    model.ops = dataclasses.replace(model.ops, stack=late_norms)
+    model.ops = dataclasses.replace(model.ops, stack=late_stack)
     if variant == "pi05":
         model.moved = model.moved_shifts()
     for step, expected in enumerate(wanted):
@@ -97,7 +68,7 @@ def test_a_model_makes_what_shifts_become(variant: str) -> None:
 def test_a_tape_keeps_the_calls_that_it_is_made_of() -> None:
     """A gradient needs every operator, so the fused form is left out, wherever it is bound."""
     tape = importlib.import_module("phyai_engine.layers.tape").Tape(
-        dataclasses.replace(importlib.import_module("phyai_engine.layers.ops").Ops(), stack=late_norms)
+        dataclasses.replace(importlib.import_module("phyai_engine.layers.ops").Ops(), stack=late_stack)
     )
     assert tape.ops.stack is reference.stack
 

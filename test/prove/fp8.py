@@ -29,8 +29,10 @@ from phyai_engine.weights.pi_names import VISION
 
 MOST, OWN = 4.0, 1.25  # times the error of bfloat16 through torch's operators
 WANTED = {("pi05", 3, 200): 9.0}
-# What is left in 16 bits so that one part is judged alone.
+# What is left in 16 bits so that one part is judged alone; the expert is coded as a whole or not at all.
 PARTS = {
+    "prefix": ("expert.*",),
+    "expert": ("language.*",),
     "qkv": ("*.o", "*.gate_up", "*.down"),
     "o": ("*.qkv", "*.gate_up", "*.down"),
     "mlp": ("*.qkv", "*.o"),
@@ -122,6 +124,8 @@ def main() -> int:
         worst = max(a / b for a, b in zip(found, plain, strict=True))
         if part == "bfloat16":
             held.append(("own bfloat16: error over that of torch's", f"{worst:.2f} (<= {OWN})", worst <= OWN))
+        if part in ("expert", "all"):
+            held.append((f"{part}: the expert is coded", coded.ops.reasons["stack_fp8"], bool(coded.coded)))
         if part == "all":
             held.append(("all matrices: error over that of bfloat16", f"{worst:.2f} (<= {MOST})", worst <= MOST))
         del coded

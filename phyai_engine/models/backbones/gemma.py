@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from phyai_kernels.reference import Ends, LayerWeights, Norm
+from phyai_kernels.reference import CodedLayer, Ends, LayerWeights, Norm
 from torch import Tensor, nn
 
 from phyai_engine.layers import coded
@@ -110,12 +110,23 @@ class GemmaStack(nn.Module):
         whole = (self._at(i).weights() for i in range(self.options.depth))
         return [matrix for layer in whole for matrix in (layer.qkv, layer.gate_up)]
 
-    def forward(self, x: Tensor, span: Span, norms: Norms, ops: Ops, ends: Ends | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        span: Span,
+        norms: Norms,
+        ops: Ops,
+        ends: Ends | None = None,
+        coded: Sequence[CodedLayer] = (),
+    ) -> Tensor:
         """Final-normed hidden states. :param x: [B, S, width]. :return: the same shape.
 
         :param ends: what stands around the layers, where it is to be one call with them; x and the result are then as
             ``reference.stack`` says.
+        :param coded: to run instead of the stack's own layers.
         """
+        if coded:
+            return self._through(ops.stack_fp8, coded, x, span, norms, ops, ends)
         return self._run(self.options.depth, x, span, norms, ops, ends)
 
     def fill(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> None:
@@ -134,10 +145,21 @@ class GemmaStack(nn.Module):
     def _run(self, count: int, x: Tensor, span: Span, norms: Norms, ops: Ops, ends: Ends | None = None) -> Tensor:
         """The first ``count`` layers. :return: the stream as the norm behind them leaves it, or as ``ends`` says."""
         weights = [self._at(i).weights() for i in range(count)]
-        found = [norms(i) for i in range(2 * count + 1)]
+        return self._through(ops.stack, weights, x, span, norms, ops, ends)
+
+    def _through(
+        self,
+        stack: Callable[..., Tensor],
+        weights: Sequence[LayerWeights] | Sequence[CodedLayer],
+        x: Tensor,
+        span: Span,
+        norms: Norms,
+        ops: Ops,
+        ends: Ends | None,
+    ) -> Tensor:
+        found = [norms(i) for i in range(2 * len(weights) + 1)]
         slab = span.keys, span.values, span.start, span.lengths
-        out: Tensor = ops.stack(x, weights, found, *slab, span.rotary, self.options.heads, ops, ends)
-        return out
+        return stack(x, weights, found, *slab, span.rotary, self.options.heads, ops, ends)
 
     def _fill_coded(self, x: Tensor, span: Span, norms: Norms, ops: Ops) -> None:
         """``fill`` of a stack with coded matrices. Its norms are plain, and it ends at K and V."""
