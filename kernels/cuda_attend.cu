@@ -55,12 +55,6 @@ __global__ void __launch_bounds__(128 * GROUPS) attend_all(Slab query, Slab keys
     }
 }
 
-// Two pairs of bfloat16 as four e4m3: reference.encode_fp8, whose clamp is the conversion's own.
-__device__ __forceinline__ u32 encode(u32 a, u32 b, float4 centre, float inverse) {
-    float4 far = {low_of(a) - centre.x, high_of(a) - centre.y, low_of(b) - centre.z, high_of(b) - centre.w};
-    return pack_fp8(far.x * inverse, far.y * inverse, far.z * inverse, far.w * inverse);
-}
-
 // Attention of many packed queries (row r is query r % queries of head r / queries) over a slab of keys, 64 of them a block. Heads
 // of 256. Two warpgroups take the tiles of 64 columns in turns, so that one multiplies while the other weighs, each with sums of
 // its own, which are added at the end. Three tiles stand in shared memory; who has read one asks for the third behind it. CODED:
@@ -165,7 +159,7 @@ __global__ void __launch_bounds__(256) attend_long(
         for (int j = 0; j < 16; j += 4) {
             uint4 whole = gather(word(j), word(j + 1), word(j + 2), word(j + 3));
             if constexpr (CODED) {
-                uint2 code = {encode(whole.x, whole.y, middle[j / 2], factor), encode(whole.z, whole.w, middle[j / 2 + 1], factor)};
+                uint2 code = {encode(apart(whole.x, whole.y), middle[j / 2], factor), encode(apart(whole.z, whole.w), middle[j / 2 + 1], factor)};
                 if (place < packed) *reinterpret_cast<uint2*>(reinterpret_cast<char*>(out) + to * DIM + own * (DIM / 2) + (j + lane % 4) * 8) = code;
             } else {
                 if (place < packed) *reinterpret_cast<uint4*>(out + to * DIM + own * (DIM / 2) + (j + lane % 4) * 8) = whole;

@@ -62,9 +62,9 @@ __device__ __forceinline__ void bring(u32 to, const Map& map, int column, int ro
         : "memory");
 }
 
-// The same box into the L2 cache only, for a bring() that comes later.
-__device__ __forceinline__ void ask_ahead(const Map& map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
+// Bytes, a multiple of 16, into the L2 cache only, for copies that come later.
+__device__ __forceinline__ void ask_ahead(const char* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void ask_ahead(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }  // 128 bytes
@@ -79,6 +79,12 @@ template <int LEFT>
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
 // --- shared memory ---
+
+__device__ __forceinline__ float read1(u32 at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
 
 __device__ __forceinline__ float2 read2(u32 at) {
     float2 v;
@@ -100,6 +106,12 @@ __device__ __forceinline__ uint4 read16(u32 at) {
 
 __device__ __forceinline__ void write2(u32 at, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void write4(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+
+__device__ __forceinline__ void write16(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 __device__ __forceinline__ void clear16(u32 at) {

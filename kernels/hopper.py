@@ -48,24 +48,35 @@ class Slab(ctypes.Structure):
         return cls(tensor.data_ptr(), *tensor.stride()[:3])
 
 
+class Pair(ctypes.Structure):
+    """Two tensors as one argument; none are null."""
+
+    _fields_ = (("first", ctypes.c_void_p), ("second", ctypes.c_void_p))
+
+    @classmethod
+    def of(cls, tensors: tuple[Tensor, Tensor] | None) -> Pair:
+        return cls(*(tensor.data_ptr() for tensor in tensors or ()))
+
+
 class Map:
-    """A bf16 matrix as the copy engine reads it: boxes 64 columns wide, swizzled.
+    """A matrix of bf16 or e4m3 as the copy engine reads it: boxes whose rows are 128 bytes, swizzled.
 
     :param matrix: [rows, columns], contiguous. :param box: rows of a box. What is beyond the matrix reads as 0.
     :raises RuntimeError: the driver refuses it.
     """
 
     def __init__(self, matrix: Tensor, box: int) -> None:
-        rows, columns = matrix.shape
+        (rows, columns), size = matrix.shape, matrix.element_size()
+        types = driver.CUtensorMapDataType
         swizzle, promotion = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
         made = _value(
             driver.cuTensorMapEncodeTiled(
-                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if size == 2 else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
                 2,
                 matrix.data_ptr(),
                 [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-                [driver.cuuint64_t(2 * columns)],
-                [driver.cuuint32_t(64), driver.cuuint32_t(box)],
+                [driver.cuuint64_t(size * columns)],
+                [driver.cuuint32_t(128 // size), driver.cuuint32_t(box)],
                 [driver.cuuint32_t(1), driver.cuuint32_t(1)],
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle.CU_TENSOR_MAP_SWIZZLE_128B,

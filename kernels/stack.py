@@ -14,31 +14,29 @@ from typing import Any, NamedTuple
 
 import torch
 from phyai_kernels import hopper, reference, wgmma
-from phyai_kernels.reference import EPS, Ends, LayerWeights, Norm
+from phyai_kernels.reference import FP8, CodedLayer, Ends, LayerWeights, Norm
 from phyai_kernels.rms_norm import norm_rows
+from phyai_kernels.stack_layers import HEAD, Layer, Run, Span
 from phyai_kernels.tiles import check_launch
 from torch import Tensor
 
 FILES = ("stack_products.cu", "stack_attend.cu", "stack_ends.cu")
 MOST_ROWS = 64
-HEAD = 256
-LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """How a product is cut: outputs of a cluster, its blocks (each has a part of the inputs), warpgroups of a block,
-    and how many panels of the weight stand in its shared memory at a time, all unless said.
+    """How a product is cut.
+
+    :param outputs: of a cluster. :param blocks: of it; each has a part of the inputs. :param groups: warpgroups of one.
+    :param early: clusters that find room beside the kernel in front; the others bring x and the weight in turns.
+    :param late: the next kernel is started when this one has its operands, not at once.
     """
 
     outputs: int
     blocks: int
     groups: int = 1
-    held: int = 0
-
-    def panels(self, inputs: int) -> tuple[int, int]:
-        """Of a block: all, and those held."""
-        count = inputs // self.blocks // 64
-        return count, min(self.held or count, count)
+    early: int = 1 << 20
+    late: bool = False
 
 
 class AttendCut(NamedTuple):
@@ -47,18 +45,28 @@ class AttendCut(NamedTuple):
     blocks: int
     columns: int
 
+    def holds(self, columns: int, tokens: int) -> bool:
+        """A block has a part of the columns before the last ``tokens``, and a part of those."""
+        parts = (max(columns - tokens, 0), min(columns, tokens))
+        return sum(-(-part // self.blocks) for part in parts) <= self.columns
+
 
 class Cuts(NamedTuple):
-    """Of one layer; as measured on an H200 at 50 rows and 1018 columns."""
+    """Of one layer. :param ahead: who has gate and up asks for ``down`` to come into the L2 cache."""
 
-    project: Cut = Cut(64, 4)
-    attend: AttendCut = AttendCut(8, 128)
-    o: Cut = Cut(64, 4)
-    gated: Cut = Cut(128, 2, 2)
-    down: Cut = Cut(72, 8)
+    project: Cut
+    attend: AttendCut
+    o: Cut
+    gated: Cut
+    down: Cut
+    ahead: bool
 
 
-MEASURED = Cuts()
+# As measured on an H200 at 50 rows and 1018 columns.
+MEASURED = Cuts(Cut(80, 4, 2), AttendCut(11, 96), Cut(64, 4, 2), Cut(128, 2, 2, early=40), Cut(72, 8), ahead=True)
+MEASURED_FP8 = Cuts(
+    Cut(128, 8, 2, late=True), AttendCut(8, 128), Cut(64, 4, 2), Cut(64, 1, 2), Cut(72, 8, late=True), ahead=False
+)
 
 
 class Kernels(NamedTuple):
@@ -72,14 +80,19 @@ class Kernels(NamedTuple):
     scale_rows: hopper.Kernel
 
 
-def shared_bytes(cut: Cut, inputs: int, tall: int, marks: bool = False) -> int:
+def shared_bytes(cut: Cut, inputs: int, tall: int, size: int, marks: bool = False) -> int:
     """Of a block of a product: as Product in stack_products.cu has it. :param tall: rows of x's panels, 56 or 64."""
-    (panels, held), each = cut.panels(inputs), -(-tall // cut.blocks)
-    stages = 4 if panels >= 4 and held == panels else panels
+    panels, each = inputs * size // cut.blocks // 128, -(-tall // cut.blocks)
+    stages = min(panels, 4)
     rows = panels * tall * 128 + (64 - tall) * 128
     sums = cut.blocks * each * (cut.outputs + 8) * 2 + (stages + 2) // 2 * 16
     own = each * (cut.outputs // 4) * 4 if marks else 0
-    return 1024 + held * cut.outputs * 128 + rows + sums + 256 + own
+    return 1024 + panels * cut.outputs * 128 + rows + sums + 256 + own
+
+
+def attend_bytes(cut: AttendCut) -> int:
+    """Of a block of attention: keys and values, shares, notes, a barrier."""
+    return 1024 + 4 * HEAD * cut.columns + -(-cut.columns // 64) * 64 * 128 + 1024 + 8
 
 
 def products(width: int, inner: int, queries: int, cuts: Cuts) -> dict[str, tuple[str, Cut, int]]:
@@ -96,17 +109,20 @@ Instance = tuple[str, tuple[tuple[str, int], ...]]
 """A kernel's C++ expression, and forms and widths of its matrix instructions."""
 
 
-def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts) -> dict[str, Instance]:
-    """Field of Kernels -> the kernel's instance. :param tall: rows of a panel."""
+def expressions(width: int, inner: int, queries: int, tall: int, cuts: Cuts, size: int = 2) -> dict[str, Instance]:
+    """Field of Kernels -> the kernel's instance.
+
+    :param tall: rows of a panel. :param size: bytes of an operand's value.
+    """
     found: dict[str, Instance] = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
         more = f", {HEAD // 2}" if name == "project" else ""
-        sizes = cut.outputs, inputs // cut.blocks, cut.blocks, cut.groups, tall, cut.panels(inputs)[1]
-        text = f"{op}<{', '.join(map(str, sizes))}{more}>"
-        found[name] = text, (("Mma", cut.outputs // cut.groups),)
+        sizes = cut.outputs, inputs // cut.blocks, cut.blocks, cut.groups, tall, int(cut.late), cut.early, size
+        form = "Eight" if size == 1 else "Mma"
+        found[name] = f"{op}<{', '.join(map(str, sizes))}{more}>", ((form, cut.outputs // cut.groups),)
     blocks, columns = cuts.attend
-    found["attend"] = f"attend<{blocks}, {columns}>", (("Mma", columns), ("Wide", HEAD))
-    return found | {"scale_rows": ("scale_rows", ())}
+    found["attend"] = f"attend<{blocks}, {columns}, {size}>", (("Deep", columns // 2), ("Turned", HEAD // 2))
+    return found | {"scale_rows": (f"scale_rows<{size}>", ())}
 
 
 def source(instructions: Sequence[tuple[str, int]]) -> str:
@@ -114,28 +130,28 @@ def source(instructions: Sequence[tuple[str, int]]) -> str:
     return wgmma.source(instructions, FILES)
 
 
-def end_expressions(actions: int, width: int) -> dict[str, Instance]:
+def end_expressions(actions: int, width: int, size: int = 2) -> dict[str, Instance]:
     """Field of EndKernels -> the kernel's instance."""
-    return {"enter": (f"enter<{actions}>", ()), "leave": (f"leave<{actions}, {width}>", ())}
+    return {"enter": (f"enter<{actions}, {size}>", ()), "leave": (f"leave<{actions}, {width}>", ())}
 
 
 @functools.cache
-def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, device: int) -> Kernels:
+def kernels(width: int, inner: int, queries: int, tall: int, cuts: Cuts, size: int, device: int) -> Kernels:
     """Compiled and loaded.
 
     :raises ValueError: sizes that the cuts do not divide. :raises RuntimeError: as hopper.load.
     """
-    found = expressions(width, inner, queries, tall, cuts)
+    found = expressions(width, inner, queries, tall, cuts, size)
     functions = {name: hopper.load(source(used), text, device) for name, (text, used) in found.items()}
     made = {}
     for name, (op, cut, inputs) in products(width, inner, queries, cuts).items():
-        if inputs % (cut.blocks * 256) and inputs // cut.blocks not in (64, 128):
+        part = inputs * size // cut.blocks
+        if inputs % cut.blocks or (part % 512 and part not in (128, 256)):
             raise ValueError(f"{inputs} inputs are not whole panels of {cut.blocks} blocks")
-        shared = shared_bytes(cut, inputs, tall, marks=op == "add_product")
+        shared = shared_bytes(cut, inputs, tall, size, marks=op == "add_product")
         made[name] = hopper.kernel(functions[name], threads=128 * cut.groups, cluster=cut.blocks, shared=shared)
-    blocks, columns = cuts.attend
-    shared = 1024 + 2 * HEAD * (64 + 2 * columns) + 64 * 8 + 8
-    made["attend"] = hopper.kernel(functions["attend"], threads=128, cluster=blocks, shared=shared)
+    shared = attend_bytes(cuts.attend)
+    made["attend"] = hopper.kernel(functions["attend"], threads=256, cluster=cuts.attend.blocks, shared=shared)
     made["scale_rows"] = hopper.kernel(functions["scale_rows"], threads=256, cluster=1, shared=0)
     return Kernels(**made)
 
@@ -148,11 +164,11 @@ class EndKernels(NamedTuple):
 
 
 @functools.cache
-def end_kernels(actions: int, width: int, device: int) -> EndKernels:
+def end_kernels(actions: int, width: int, size: int, device: int) -> EndKernels:
     """Compiled and loaded. :raises RuntimeError: as hopper.load."""
     found = {
         name: hopper.kernel(hopper.load(source(used), text, device), threads=256, cluster=1, shared=0)
-        for name, (text, used) in end_expressions(actions, width).items()
+        for name, (text, used) in end_expressions(actions, width, size).items()
     }
     return EndKernels(**found)
 
@@ -185,174 +201,97 @@ def stack(
     :raises ValueError: as tiles.check_launch; another accelerator or dtype, sizes that do not fit, or a norm with a
         shift whose ``moved`` nobody made.
     """
+    rest = weights, norms, keys, values, start, lengths, table, heads
     check_launch(x, *weights[0], keys, values)
-    batch, tokens, width = *x.shape[:2], weights[0].qkv.shape[1]
-    kv_heads, columns, dim = keys.shape[2:]
-    if batch * tokens > MOST_ROWS or columns > cuts.attend.blocks * cuts.attend.columns:
-        return reference.stack(x, weights, norms, keys, values, start, lengths, table, heads, ops, ends)
-    if ends is not None and not ends_fit(ends, width):
-        rest = weights, norms, keys, values, start, lengths, table, heads
+    if not _fits(x, keys, cuts):
+        return reference.stack(x, *rest, ops, ends)
+    if ends is not None and not ends_fit(ends, weights[0].qkv.shape[1]):
         return reference.around(functools.partial(stack, cuts=cuts), ends, ops or reference, x, *rest)
-    _check(x, weights, norms, keys, heads, ends)
+    return _run(x, *rest, ends, cuts)
+
+
+def stack_fp8(
+    x: Tensor,
+    weights: Sequence[CodedLayer],
+    norms: Sequence[Norm],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    table: tuple[Tensor, Tensor],
+    heads: int,
+    ops: Any = None,
+    ends: Ends | None = None,
+    *,
+    cuts: Cuts = MEASURED_FP8,
+) -> Tensor:
+    """See :func:`phyai_kernels.reference.stack_fp8`; ``start`` and ``lengths`` as ``stack`` has them.
+
+    :raises ValueError: as ``stack``, and where that goes to other operators: of coded weights there are none.
+    """
+    rest = weights, norms, keys, values, start, lengths, table, heads
+    check_launch(x, keys, values)
+    if not _fits(x, keys, cuts):
+        most = f"{MOST_ROWS} rows and {cuts.attend.blocks * cuts.attend.columns} columns"
+        raise ValueError(f"at most {most} have a kernel: got {tuple(x.shape)} over {keys.shape[3]} columns")
+    if ends is not None and not ends_fit(ends, weights[0].qkv.weight.shape[1]):
+        return reference.around(functools.partial(stack_fp8, cuts=cuts), ends, ops or reference, x, *rest)
+    return _run(x, *rest, ends, cuts)
+
+
+def _fits(x: Tensor, keys: Tensor, cuts: Cuts) -> bool:
+    batch, tokens = x.shape[:2]
+    return batch * tokens <= MOST_ROWS and cuts.attend.holds(keys.shape[3], tokens)
+
+
+def _run(
+    x: Tensor,
+    weights: Sequence[LayerWeights] | Sequence[CodedLayer],
+    norms: Sequence[Norm],
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    table: tuple[Tensor, Tensor],
+    heads: int,
+    ends: Ends | None,
+    cuts: Cuts,
+) -> Tensor:
+    layers = [Layer.of(layer) for layer in weights]
+    _check(x, layers, norms, keys, heads, ends)
+    (batch, tokens), (kv_heads, columns, dim) = x.shape[:2], keys.shape[2:]
+    (inner, width), size = layers[0].gate_up.weight.shape, layers[0].qkv.weight.element_size()
     tall = 56 if batch * tokens <= 56 else 64
-    made = kernels(width, weights[0].down.shape[1], heads * dim, tall, cuts, x.device.index)
-    span = _Span(
-        keys, values, start, lengths, tuple(part.expand(batch, tokens, dim // 2).contiguous() for part in table)
-    )
-    run = _Run(made, cuts, span, (batch, tokens, heads, kv_heads, columns), tall)
-    stream = run.first(x.contiguous(), norms[0].scale, None if ends is None else ends.into)
-    for i, layer in enumerate(weights):
-        stream = run.layer(i, stream, layer, norms[2 * i : 2 * i + 3])
+    made = kernels(width, inner // 2, heads * dim, tall, cuts, size, x.device.index)
+    angles = tuple(part.expand(batch, tokens, dim // 2).contiguous() for part in table)
+    span = Span(keys, values, start, lengths, angles)
+    run = Run(made, cuts, span, (batch, tokens, heads, kv_heads, columns), tall, size)
+    ending = None if ends is None else end_kernels(len(ends.out_of[1]), width, size, x.device.index)
+    into = None if ends is None or ending is None or ends.into is None else (ending.enter, *ends.into)
+    stream = run.first(x.contiguous(), norms[0].scale, layers[0].qkv.code, into)
+    for i, layer in enumerate(layers):
+        reader = layers[min(i + 1, len(layers) - 1)].qkv.code  # behind the last layer nobody reads what it codes
+        stream = run.layer(i, stream, layer, norms[2 * i : 2 * i + 3], reader)
     scale, shift = norms[-1][:2]
-    if ends is not None:
-        return run.leave(stream, scale, shift, ends.out_of)
+    if ends is not None and ending is not None:
+        return run.leave(ending.leave, stream, scale, shift, ends.out_of)
     return norm_rows(stream.total, scale, shift, None, None)[1]
 
 
 def _check(
-    x: Tensor,
-    weights: Sequence[LayerWeights],
-    norms: Sequence[Norm],
-    keys: Tensor,
-    heads: int,
-    ends: Ends | None,
+    x: Tensor, layers: Sequence[Layer], norms: Sequence[Norm], keys: Tensor, heads: int, ends: Ends | None
 ) -> None:
     if torch.cuda.get_device_capability(x.device) != (9, 0):
         raise ValueError(
             f"built for Hopper, compute capability 9.0: this is {torch.cuda.get_device_capability(x.device)}"
         )
-    dtype, wanted = weights[0].qkv.dtype, torch.float32 if ends is not None and ends.into else torch.bfloat16
-    if dtype != torch.bfloat16 or x.dtype != wanted:
-        raise ValueError(f"no kernel for {dtype} with x {x.dtype}; bfloat16 with x {wanted} has one")
+    dtype, wanted = layers[0].qkv.weight.dtype, torch.float32 if ends is not None and ends.into else torch.bfloat16
+    if dtype not in (torch.bfloat16, FP8) or x.dtype != wanted or keys.dtype != torch.bfloat16:
+        raise ValueError(f"no kernel for {dtype} with x {x.dtype}; bfloat16 and e4m3 with x {wanted} have one")
     if keys.shape[4] != HEAD or heads % keys.shape[2]:
         raise ValueError(f"heads must have {HEAD} values: got {keys.shape[4]}, {heads} over {keys.shape[2]} K/V heads")
-    for matrix in (matrix for layer in weights for matrix in layer):
+    for matrix in (matrix.weight for layer in layers for matrix in layer):
         if not matrix.is_contiguous() or matrix.dtype != dtype:
             raise ValueError(f"weights must be contiguous {dtype}: got {matrix.dtype}, strides {matrix.stride()}")
     if any(norm.shift is not None and norm.moved is None for norm in norms[:-1]):
         raise ValueError("a norm has a shift, and nobody made what it becomes behind the product (Norm.moved)")
-
-
-class _Span(NamedTuple):
-    """Of one call: slabs [depth, B, kv, C, D], first columns and lengths [B], cos and sin [B, S, D/2]."""
-
-    keys: Tensor
-    values: Tensor
-    start: Tensor
-    lengths: Tensor
-    table: tuple[Tensor, ...]
-
-
-class _Stream(NamedTuple):
-    """The residual stream [B, S, width], its form times 1 + scale of the norm behind it, and the sums of its squares.
-
-    :param squares: [rows, parts] fp32.
-    """
-
-    total: Tensor
-    scaled: Tensor
-    squares: Tensor
-
-
-class _Run(NamedTuple):
-    """What every layer of one call needs.
-
-    :param sizes: batch, tokens, heads, K/V heads, columns of the slab. :param tall: rows of a panel of x.
-    """
-
-    kernels: Kernels
-    cuts: Cuts
-    span: _Span
-    sizes: tuple[int, int, int, int, int]
-    tall: int
-
-    def first(self, x: Tensor, scale: Tensor, into: tuple[Tensor, Tensor] | None) -> _Stream:
-        """The stream in front of the layers. :param scale: of the first norm. :param into: as Ends has it."""
-        (batch, tokens, *_), width = self.sizes, len(scale)
-        rows, sums = batch * tokens, (batch * tokens, 1 if into is None else width // 16)
-        scaled = torch.empty((batch, tokens, width), dtype=torch.bfloat16, device=x.device)
-        squares = torch.empty(sums, device=x.device)
-        if into is None:
-            hopper.launch(self.kernels.scale_rows, (rows, 1), (x, scale, scaled, squares, width))
-            return _Stream(x, scaled, squares)
-        total = torch.empty_like(scaled)
-        kernel = end_kernels(x.shape[2], width, x.device.index).enter
-        hopper.launch(kernel, (width // 16, 1), (x, *into, scale, total, scaled, squares, rows, width))
-        return _Stream(total, scaled, squares)
-
-    def leave(self, stream: _Stream, scale: Tensor, shift: Tensor | None, out_of: tuple[Tensor, Tensor]) -> Tensor:
-        """[B, S, A] fp32: the last norm and what follows it. :param out_of: as Ends has it."""
-        batch, tokens, width = stream.total.shape
-        rows, parts = stream.squares.shape
-        out = torch.empty((batch, tokens, len(out_of[1])), device=stream.total.device)
-        kernel = end_kernels(out.shape[2], width, out.device.index).leave
-        hopper.launch(kernel, (rows, 1), (stream.total, stream.squares, scale, shift, *out_of, out, parts, EPS))
-        return out
-
-    def layer(self, i: int, stream: _Stream, layer: LayerWeights, norms: Sequence[Norm]) -> _Stream:
-        """Five launches."""
-        before, between, behind = norms
-        attended = self.attend(i, self.project(i, stream, layer.qkv, before.moved))
-        stream = self.add_product(self.kernels.o, self.cuts.o, attended, layer.o, stream, before.gate, between.scale)
-        gated = self.gated_up(stream, layer.gate_up, between.moved)
-        return self.add_product(
-            self.kernels.down, self.cuts.down, gated, layer.down, stream, between.gate, behind.scale
-        )
-
-    def project(self, i: int, stream: _Stream, weight: Tensor, moved: Tensor | None) -> Tensor:
-        """Rotated queries [B, heads, S, D]; K and V are in the slab."""
-        (batch, tokens, heads, kv_heads, columns), span, cut = self.sizes, self.span, self.cuts.project
-        query = torch.empty((batch, heads, tokens, HEAD), dtype=weight.dtype, device=weight.device)
-        slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
-        counts = batch * tokens, tokens, heads, kv_heads, columns, stream.squares.shape[1]
-        maps = _map(stream.scaled, self.tall), _map(weight, cut.outputs // 2)
-        args = *maps, stream.squares, moved, *span.table, query, *slabs, span.start, *counts
-        hopper.launch(self.kernels.project, (_blocks(cut, len(weight)), 1), (*args, EPS))
-        return query
-
-    def attend(self, i: int, query: Tensor) -> Tensor:
-        """[B, S, heads * D]"""
-        (batch, tokens, heads, kv_heads, columns), span = self.sizes, self.span
-        out = torch.empty((batch, tokens, heads * HEAD), dtype=query.dtype, device=query.device)
-        slabs = hopper.Slab.of(span.keys[i]), hopper.Slab.of(span.values[i])
-        group = heads // kv_heads
-        tiles = -(-group * tokens // 64)
-        args = query, *slabs, span.lengths, out, tokens, group, kv_heads, columns, HEAD**-0.5 * LOG2_E
-        hopper.launch(self.kernels.attend, (tiles * self.cuts.attend.blocks, batch * kv_heads), args)
-        return out
-
-    def gated_up(self, stream: _Stream, weight: Tensor, moved: Tensor | None) -> Tensor:
-        """[B, S, inner]"""
-        rows, inner = len(stream.squares), len(weight) // 2
-        out = torch.empty((*stream.scaled.shape[:2], inner), dtype=weight.dtype, device=weight.device)
-        maps = _map(stream.scaled, self.tall), _map(weight, self.cuts.gated.outputs // 2)
-        args = *maps, stream.squares, moved, out, rows, inner, stream.squares.shape[1], EPS
-        hopper.launch(self.kernels.gated, (_blocks(self.cuts.gated, len(weight)), 1), args)
-        return out
-
-    def add_product(
-        self,
-        kernel: hopper.Kernel,
-        cut: Cut,
-        x: Tensor,
-        weight: Tensor,
-        stream: _Stream,
-        gate: Tensor | None,
-        scale: Tensor,
-    ) -> _Stream:
-        """The stream behind a sub-layer. :param scale: of the norm behind it."""
-        rows, blocks = len(stream.squares), _blocks(cut, len(weight))
-        total, scaled = torch.empty_like(stream.total), torch.empty_like(stream.total)
-        squares = torch.empty((rows, blocks // cut.blocks), device=x.device)
-        maps = _map(x, self.tall), _map(weight, cut.outputs)
-        args = *maps, stream.total, gate, scale, total, scaled, squares, rows, len(weight)
-        hopper.launch(kernel, (blocks, 1), args)
-        return _Stream(total, scaled, squares)
-
-
-def _blocks(cut: Cut, outputs: int) -> int:
-    return -(-outputs // cut.outputs) * cut.blocks
-
-
-def _map(matrix: Tensor, box: int) -> hopper.Map:
-    return hopper.Map(matrix.view(-1, matrix.shape[-1]), box)

@@ -1,16 +1,20 @@
 // Both ends of the layers: what stands in front of the first and behind the last.
 
-// The first norm's form: scaled = x * (1 + scale), squares [rows, 1]. One block a row of `width` values.
-__global__ void scale_rows(const u16* x, const float* scale, u16* scaled, float* squares, int width) {
+// The first norm's form: scaled = x * (1 + scale), squares [rows, 1]. One block a row of `width` values, a multiple of 4.
+template <int BYTES>
+__global__ void scale_rows(const u16* x, const float* scale, Code code, void* scaled, float* squares, int width) {
     __shared__ float warps[32];
     start_next();
     wait_for_last();
     float square = 0;
-    for (int c = threadIdx.x * 2; c < width; c += blockDim.x * 2) {
-        u32 both = *reinterpret_cast<const u32*>(x + static_cast<i64>(blockIdx.x) * width + c);
-        float a = low_of(both), b = high_of(both);
-        square += a * a + b * b;
-        *reinterpret_cast<u32*>(scaled + static_cast<i64>(blockIdx.x) * width + c) = pack(a * (1.0f + scale[c]), b * (1.0f + scale[c + 1]));
+    for (int c = threadIdx.x * 4; c < width; c += blockDim.x * 4) {
+        i64 at = static_cast<i64>(blockIdx.x) * width + c;
+        uint2 four = *reinterpret_cast<const uint2*>(x + at);
+        float4 v = apart(four.x, four.y), g = load4(scale + c);
+        square += along(v, v);
+        v = {v.x * (1.0f + g.x), v.y * (1.0f + g.y), v.z * (1.0f + g.z), v.w * (1.0f + g.w)};
+        if constexpr (BYTES == 1) static_cast<u32*>(scaled)[at / 4] = encode(v, load4(code.centre + c), *code.inverse);
+        else static_cast<uint2*>(scaled)[at / 4] = {pack(v.x, v.y), pack(v.z, v.w)};
     }
     for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = square;
@@ -24,17 +28,19 @@ __global__ void scale_rows(const u16* x, const float* scale, u16* scaled, float*
 
 // The way in: total = actions @ weight.T + bias, rounded; scaled = total * (1 + scale); squares [rows, blocks]: sums of total
 // * total. A block of 256 threads has 16 outputs of all rows, at most 64, of `A` actions each.
-template <int A>
+template <int A, int BYTES>
 __global__ void __launch_bounds__(256) enter(
-    const float* actions, const float* weight, const float* bias, const float* scale, u16* total, u16* scaled, float* squares, int rows,
-    int outputs) {
+    const float* actions, const float* weight, const float* bias, const float* scale, Code code, u16* total, void* scaled,
+    float* squares, int rows, int outputs) {
     constexpr int PITCH = A + 4, CHUNKS = A / 4;  // no two rows of a read share a bank
     __shared__ float asked[64 * PITCH], held[16 * PITCH];
     start_next();
     int begin = blockIdx.x * 16, row = threadIdx.x / 4, own = threadIdx.x % 4 * 4, o = begin + own;
     for (int i = threadIdx.x; i < 16 * CHUNKS; i += 256)
         *reinterpret_cast<float4*>(held + i / CHUNKS * PITCH + i % CHUNKS * 4) = load4(weight + (begin + i / CHUNKS) * A + i % CHUNKS * 4);
-    float4 sum = load4(bias + o), gain = load4(scale + o);
+    float4 sum = load4(bias + o), gain = load4(scale + o), centre = {};
+    float inverse = 0;
+    if constexpr (BYTES == 1) centre = load4(code.centre + o), inverse = *code.inverse;
     wait_for_last();
     for (int i = threadIdx.x; i < rows * CHUNKS; i += 256)
         *reinterpret_cast<float4*>(asked + i / CHUNKS * PITCH + i % CHUNKS * 4) = load4(actions + i * 4);
@@ -50,8 +56,9 @@ __global__ void __launch_bounds__(256) enter(
         sum = {rounded(sum.x), rounded(sum.y), rounded(sum.z), rounded(sum.w)};
         square = along(sum, sum);
         *reinterpret_cast<uint2*>(total + row * outputs + o) = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
-        *reinterpret_cast<uint2*>(scaled + row * outputs + o) = {
-            pack(sum.x * (1.0f + gain.x), sum.y * (1.0f + gain.y)), pack(sum.z * (1.0f + gain.z), sum.w * (1.0f + gain.w))};
+        sum = {sum.x * (1.0f + gain.x), sum.y * (1.0f + gain.y), sum.z * (1.0f + gain.z), sum.w * (1.0f + gain.w)};
+        if constexpr (BYTES == 1) static_cast<u32*>(scaled)[(row * outputs + o) / 4] = encode(sum, centre, inverse);
+        else static_cast<uint2*>(scaled)[(row * outputs + o) / 4] = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
     }
     square += __shfl_xor_sync(~0u, square, 1);
     square += __shfl_xor_sync(~0u, square, 2);

@@ -1,6 +1,6 @@
 """Solvers of the flow from noise (t=1) to actions (t=0), and their time grids.
 
-Only arithmetic operators are applied to arrays: numpy and torch both work, and torch is not imported.
+Arrays are numpy's or torch's; torch is not imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def flow_times(steps: int, rule: TimeRule) -> tuple[float, ...]:
 
 def euler_step(x: Any, velocity: Any, steps: int) -> Any:
     """One of N equal explicit Euler steps: x - v/N. :param x, velocity: [B, H, A] fp32, numpy or torch."""
-    return x + (-1.0 / steps) * velocity
+    scale = -1.0 / steps
+    if getattr(x, "is_cuda", False):
+        return x.add(velocity, alpha=scale)  # one kernel; numpy and torch's CPU round the product first
+    return x + scale * velocity
 
 
 def flow_step(

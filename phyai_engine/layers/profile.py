@@ -21,8 +21,8 @@ class Measured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One call of one operator.
 
     :param dtype: torch's name. :param dims: as OpShape has them. :param choice: ``reference`` or a kind of candidate.
-    :param us: kind -> microseconds, median. :param error: kind -> as the self-check has it; what is missing in ``us``
-        was wrong or failed.
+    :param us: kind -> microseconds, median; empty where whole requests decided, not this call.
+    :param error: kind -> as the self-check has it; what is missing in ``us`` was wrong or failed.
     """
 
     op: str

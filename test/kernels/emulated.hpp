@@ -33,12 +33,13 @@ struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct Index { int x = 0, y = 0, z = 0; };
-struct Map { const uint16_t* at; int64_t rows, columns, box; };  // emulation.py fills it
+struct Index { unsigned x = 0, y = 0, z = 0; };  // as there: what is compared with one is unsigned
+struct Map { const char* at; int64_t rows, columns, box, size; };  // emulation.py fills it
 
 inline float as_float(u32 bits) { float v; std::memcpy(&v, &bits, 4); return v; }
 inline u32 as_bits(float v) { u32 bits; std::memcpy(&bits, &v, 4); return bits; }
 inline float __uint_as_float(u32 bits) { return as_float(bits); }
+inline u32 __float_as_uint(float v) { return as_bits(v); }
 inline float __int_as_float(u32 bits) { return as_float(bits); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
@@ -57,7 +58,7 @@ struct Gate {  // of a fixed number of threads; opens when all have come
 
 struct Bytes { int arrivals = 0; long missing = 0; bool done = false; };
 
-struct Queued { float* sum; int width; u64 a, b; bool in_registers, turned, more; u32 held[4]; };
+struct Queued { float* sum; int width; u64 a, b; bool in_registers, turned, more, eight; u32 held[4]; };
 
 struct Block {
     Index index;
@@ -180,20 +181,21 @@ inline void wait_bytes(u32 at) {
 inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
 inline void fetch_map(const Map&) {}
 inline void bring(u32 to, const Map& map, int column, int row, u32 barrier) {
-    if (to % 128 || column % 8) fail("a box must stand on whole rows", to, column);
+    if (to % 128 || column * map.size % 16) fail("a box must stand on whole rows", to, column);
     Block* block = &own();
     cluster->under_way.push_back([=] {
         for (int r = 0; r < map.box; ++r)
-            for (int c = 0; c < 64; ++c) {
-                bool inside = row + r < map.rows && column + c < map.columns;
-                uint16_t v = inside ? map.at[(row + r) * map.columns + column + c] : 0;
-                write(*block, swizzled(to + r * 128 + c * 2), &v, 2);
+            for (int c = 0; c < 128; c += 16) {
+                int64_t at = column * map.size + c, across = map.columns * map.size;
+                char v[16] = {};
+                if (row + r < map.rows && at < across) std::memcpy(v, map.at + (row + r) * across + at, std::min<int64_t>(16, across - at));
+                write(*block, swizzled(to + r * 128 + c), v, 16);
             }
         count(*block, barrier, -map.box * 128, 0);
     });
 }
-inline void ask_ahead(const Map&, int, int) {}
 inline void ask_ahead(const void*) {}
+inline void ask_ahead(const char*, u32) {}
 inline void copy16(u32 to, const void* from) {
     Block* block = &own();
     cluster->now->copies.back().push_back([=] { write(*block, to, from, 16); });
@@ -208,10 +210,13 @@ void wait_copies() {
     }
 }
 
+inline float read1(u32 at) { return read_as<float>(at); }
 inline float2 read2(u32 at) { return read_as<float2>(at); }
 inline uint2 read8(u32 at) { return read_as<uint2>(at); }
 inline uint4 read16(u32 at) { return read_as<uint4>(at); }
 inline void write2(u32 at, float a, float b) { float2 v = {a, b}; write(own(), at, &v, 8); }
+inline void write16(u32 at, uint4 v) { write(own(), at, &v, 16); }
+inline void write4(u32 at, u32 v) { write(own(), at, &v, 4); }
 inline void clear16(u32 at) { uint4 v = {}; write(own(), at, &v, 16); }
 template <class T> void send(u32 at, T v, u32 barrier) {
     if (at >> RANK == 0 || at >> RANK != barrier >> RANK) fail("a part and its barrier are in different blocks", at, barrier);
@@ -224,14 +229,17 @@ inline void send16(u32 at, uint4 v, u32 barrier) { send(at, v, barrier); }
 
 // --- matrix instructions ---
 
-template <int N, bool REGISTERS, bool TURNED> struct Instruction {
+template <int N, bool REGISTERS, bool TURNED, bool EIGHT = false> struct Instruction {
     static void queue(float* sum, u64 a, const u32* held, u64 b, int more) {
-        Queued made{sum, N, a, b, REGISTERS, TURNED, more != 0, {}};
+        Queued made{sum, N, a, b, REGISTERS, TURNED, more != 0, EIGHT, {}};
         if (REGISTERS) std::memcpy(made.held, held, sizeof made.held);
         cluster->now->products.push_back(made);
     }
 };
 template <int N> struct Mma { static void add(float (&s)[N / 2], u64 a, u64 b, int more) { Instruction<N, false, false>::queue(s, a, nullptr, b, more); } };
+template <int N> struct Deep { static void add(float (&s)[N / 2], const u32* a, u64 b, int more) { Instruction<N, true, false>::queue(s, 0, a, b, more); } };
+template <int N> struct Eight { static void add(float (&s)[N / 2], u64 a, u64 b, int more) { Instruction<N, false, false, true>::queue(s, a, nullptr, b, more); } };
+template <int N> struct Turned { static void add(float (&s)[N / 2], u64 a, u64 b, int more) { Instruction<N, false, true>::queue(s, a, nullptr, b, more); } };
 template <int N> struct Wide { static void add(float (&s)[N / 2], const u32* a, u64 b, int more) { Instruction<N, true, true>::queue(s, 0, a, b, more); } };
 
 inline float value(const Block& block, u32 at) {
@@ -240,6 +248,14 @@ inline float value(const Block& block, u32 at) {
     uint16_t bits;
     std::memcpy(&bits, block.memory.data() + at, 2);
     return as_float(static_cast<u32>(bits) << 16);
+}
+inline float value_fp8(const Block& block, u32 at) {
+    at = swizzled(at);
+    if (at + 1 > block.memory.size()) fail("a product reads outside the block's memory", at);
+    u32 bits = static_cast<unsigned char>(block.memory[at]), power = bits >> 3 & 15, rest = bits & 7;
+    if ((bits & 127) == 127) return std::nanf("");
+    float size = power ? std::ldexp(8.0f + rest, static_cast<int>(power) - 10) : std::ldexp(static_cast<float>(rest), -9);
+    return bits >> 7 ? -size : size;
 }
 inline u32 start_of(u64 matrix) {
     if ((matrix >> 32 & 0x3fff) != 64 || matrix >> 62 != 1) fail("descriptor: wanted swizzle of 128 bytes, groups of 1024", matrix >> 32);
@@ -251,20 +267,22 @@ inline void multiply(Thread* group, size_t i) {
     const Queued& p = group->products[i];
     const Block& block = *group->block;
     u32 far = (p.b >> 16 & 0x3fff) << 4, b_at = start_of(p.b);
-    std::vector<float> a(64 * 16), b(16 * p.width);
+    const int count = p.eight ? 32 : 16;
+    auto at = [&](u32 place, int k) { return p.eight ? value_fp8(block, place + k) : value(block, place + k * 2); };
+    std::vector<float> a(64 * count), b(count * p.width);
     for (int row = 0; row < 64; ++row)
-        for (int k = 0; k < 16; ++k) {
+        for (int k = 0; k < count; ++k) {
             if (!p.in_registers) {
-                a[row * 16 + k] = value(block, start_of(p.a) + row / 8 * 1024 + row % 8 * 128 + k * 2);
+                a[row * count + k] = at(start_of(p.a) + row / 8 * 1024 + row % 8 * 128, k);
                 continue;
             }
             u32 both = group[row / 16 * 32 + row % 8 * 4 + k % 8 / 2].products.at(i).held[row % 16 / 8 + k / 8 * 2];
-            a[row * 16 + k] = as_float(k % 2 ? both & 0xffff0000u : both << 16);
+            a[row * count + k] = as_float(k % 2 ? both & 0xffff0000u : both << 16);
         }
     for (int n = 0; n < p.width; ++n)
-        for (int k = 0; k < 16; ++k) {
-            u32 turned = n / 64 * far + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2, plain = n / 8 * 1024 + n % 8 * 128 + k * 2;
-            b[n * 16 + k] = value(block, b_at + (p.turned ? turned : plain));
+        for (int k = 0; k < count; ++k) {
+            u32 turned = n / 64 * far + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2, plain = n / 8 * 1024 + n % 8 * 128;
+            b[n * count + k] = p.turned ? value(block, b_at + turned) : at(b_at + plain, k);
         }
     for (int row = 0; row < 64; ++row)
         for (int n = 0; n < p.width; ++n) {
@@ -272,7 +290,7 @@ inline void multiply(Thread* group, size_t i) {
             if (theirs.b != p.b || theirs.a != p.a) fail("threads of a warpgroup ask for different products", row, n);
             float& sum = theirs.sum[n / 8 * 4 + row % 16 / 8 * 2 + n % 2];
             float found = p.more ? sum : 0.0f;
-            for (int k = 0; k < 16; ++k) found += a[row * 16 + k] * b[n * 16 + k];
+            for (int k = 0; k < count; ++k) found += a[row * count + k] * b[n * count + k];
             sum = found;
         }
 }

@@ -30,6 +30,7 @@ class _Words(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("box", ctypes.c_int64),
+        ("size", ctypes.c_int64),
     )
 
 
@@ -37,7 +38,7 @@ class Map:
     """In the place of hopper.Map, which asks the driver."""
 
     def __init__(self, matrix: Tensor, box: int) -> None:
-        self.words = _Words(matrix.data_ptr(), *matrix.shape, box)
+        self.words = _Words(matrix.data_ptr(), *matrix.shape, box, matrix.element_size())
 
 
 class Emulator:

@@ -91,8 +91,14 @@ def compiler() -> Any:
 
 def test_the_kernels_compile(compiler: Any) -> None:
     stack = importlib.import_module("phyai_kernels.stack")
-    found = {**stack.expressions(1024, 4096, 2048, 64, stack.MEASURED), **stack.end_expressions(32, 1024)}
-    for name, instructions in found.values():
+    found = list(
+        {**stack.expressions(1024, 4096, 2048, 64, stack.MEASURED), **stack.end_expressions(32, 1024)}.values()
+    )
+    found += {
+        **stack.expressions(1024, 4096, 2048, 56, stack.MEASURED_FP8, 1),
+        **stack.end_expressions(32, 1024, 1),
+    }.values()
+    for name, instructions in found:
         binary, lowered = compiler.compile_source(stack.source(instructions), name)
         assert binary[:4] == b"\x7fELF" and lowered in binary
 
@@ -117,6 +123,27 @@ def test_it_is_the_reference(cuda: torch.device, tokens: int, columns: int) -> N
     fused = importlib.import_module("phyai_kernels.stack").stack
     dims = (1, tokens, *EXPERT[2:], columns)
     assert largest_error("stack", torch.bfloat16, dims, fused, cuda) <= 1.6e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "columns"), [(50, 1018), (50, 867), (50, 131), (64, 1018), (64, 131), (1, 867), (1, 2)]
+)
+def test_coded_layers_are_the_definition(cuda: torch.device, tokens: int, columns: int) -> None:
+    fused = importlib.import_module("phyai_kernels.stack").stack_fp8
+    dims = (1, tokens, *EXPERT[2:], columns)
+    assert largest_error("stack_fp8", torch.bfloat16, dims, fused, cuda) <= 1.6e-2
+    args = list(cases("stack_fp8", torch.bfloat16, dims, cuda))[-1]
+    first, *others = (fused(*map_tensors(args, torch.clone)) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.gpu
+def test_coded_layers_that_have_no_kernel_are_refused(cuda: torch.device) -> None:
+    fused = importlib.import_module("phyai_kernels.stack").stack_fp8
+    for dims in ((2, 40, *EXPERT[2:], 300), (1, 50, *EXPERT[2:], 1100)):
+        with pytest.raises(ValueError, match="at most 64 rows and 1024 columns have a kernel"):
+            fused(*next(cases("stack_fp8", torch.bfloat16, dims, cuda)))
 
 
 @pytest.mark.gpu
@@ -149,16 +176,6 @@ def test_it_can_be_timed_and_judged(cuda: torch.device) -> None:
         attempt(shape, kind, lambda form=form: form, cuda) for kind, form in (("a", fused), ("b", reference.stack))
     ]
     assert all(trial.us is not None for trial in trials), trials
-
-
-@pytest.mark.gpu
-def test_weights_that_are_held_in_part_give_the_same_bits(cuda: torch.device) -> None:
-    stack = importlib.import_module("phyai_kernels.stack")
-    args = list(cases("stack", torch.bfloat16, (*EXPERT, 1018), cuda))[-1]
-    cut = stack.Cut
-    held = stack.Cuts(project=cut(64, 4, 1, 2), o=cut(64, 4, 1, 4), gated=cut(128, 2, 2, 3), down=cut(72, 8, 1, 4))
-    found = [stack.stack(*map_tensors(args, torch.clone), cuts=cuts) for cuts in (stack.MEASURED, held)]
-    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,9 @@
 
 Parts, each a process of its own with a limit, so that one that fails or hangs costs only its own rows:
 1. compile: all kernels, into the cache that the other parts read. 2. chain: plain torch and the Triton chain.
-3. clusters: the error of two layers against float32, whether runs have the same bits, us a layer in a graph of 18
-   layers, a whole step with both ends, us from the end of the kernel in front.
-4. the other forms: the same of each, to be the default where one is faster. 5. profile: the rows for config/profiles.
+3. clusters, and eight bits: the error of two layers against float32, whether runs have the same bits, us a layer in a
+   graph of 18 layers, a whole step with both ends, us from the end of the kernel in front.
+4. profile: the rows for config/profiles.
 """
 
 from __future__ import annotations
@@ -19,51 +19,27 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
 
 import checkout  # noqa: F401 - makes the checkout importable
 import torch
 from evidence import conclude
 
 Row = tuple[str, str, bool | None]
-OTHERS = (
-    "held",
-    "held, all of QKV",
-    "held, attention 16 x 64",
-    "held, o 32 wide",
-    "held, o 32 wide, attention 16 x 64",
-)
-PARTS = {"compile": 40, "chain": 35, "clusters": 25, **dict.fromkeys(OTHERS, 25), "profile": 15}
+PARTS = {"compile": 40, "chain": 35, "clusters": 25, "eight bits": 25, "profile": 20}
 """Part -> its limit [s]."""
+FORMS = {"clusters": "stack", "eight bits": "stack_fp8"}
 WIDTH, INNER, QUERIES, ACTIONS = 1024, 4096, 2048, 32
-WANTED_US = 22.0
-
-
-def cuts_of(part: str) -> Any:
-    """How a form cuts the layers; what is bound unless it is another."""
-    from phyai_kernels.stack import MEASURED, AttendCut, Cut
-
-    held = MEASURED._replace(
-        project=Cut(64, 4, 1, 2), o=Cut(64, 4, 1, 4), gated=Cut(128, 2, 2, 3), down=Cut(72, 8, 1, 4)
-    )
-    narrow, short = {"o": Cut(32, 4, 1, 4)}, {"attend": AttendCut(16, 64)}
-    made = (
-        held,
-        held._replace(project=MEASURED.project),
-        held._replace(**short),
-        held._replace(**narrow),
-        held._replace(**narrow, **short),
-    )
-    return dict(zip(OTHERS, made, strict=True)).get(part, MEASURED)
+WANTED_US = 22.9  # ten steps in 4.2 ms
 
 
 def compile_all(_: argparse.Namespace) -> Iterator[Row]:
     from gpu_layers import STAMPS
     from phyai_kernels import stack
 
-    jobs = {(name, stack.source(used)) for name, used in stack.end_expressions(ACTIONS, WIDTH).values()}
-    for part in ("", *OTHERS):
-        for name, used in stack.expressions(WIDTH, INNER, QUERIES, 56, cuts_of(part)).values():
+    jobs = set()
+    for cuts, size in ((stack.MEASURED, 2), (stack.MEASURED_FP8, 1)):
+        jobs |= {(name, stack.source(used)) for name, used in stack.end_expressions(ACTIONS, WIDTH, size).values()}
+        for name, used in stack.expressions(WIDTH, INNER, QUERIES, 56, cuts, size).values():
             jobs |= {(name, stack.source(used)), (name, STAMPS + stack.source(used))}
     began = time.perf_counter()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
@@ -99,13 +75,14 @@ def chain(_: argparse.Namespace) -> Iterator[Row]:
 def clusters(chosen: argparse.Namespace) -> Iterator[Row]:
     from gpu_layers import MOST_ERROR, Layers
 
-    layers, cuts, name = Layers(), cuts_of(chosen.part), chosen.part
-    errors, same = layers.errors(cuts), layers.same_bits(cuts)
+    name, op = chosen.part, FORMS[chosen.part]
+    layers = Layers(op)
+    errors, same = layers.errors(), layers.same_bits()
     text = f"error {errors[0]:.2e}, with both ends {errors[1]:.2e}, the same bits in each run: {same}"
-    yield f"{name}: two layers", text, same and max(errors) <= MOST_ERROR
-    us, step = layers.us(cuts)
+    yield f"{name}: two layers", text, same and max(errors) <= MOST_ERROR[op]
+    us, step = layers.us()
     yield f"{name}, five launches a layer", f"{us:.2f} us a layer, step {step:.0f} us", us <= WANTED_US
-    yield f"{name}: us from the kernel in front", layers.stamps(cuts), None
+    yield f"{name}: us from the kernel in front", layers.stamps(), None
 
 
 def profile(_: argparse.Namespace) -> Iterator[Row]:
@@ -118,7 +95,7 @@ def profile(_: argparse.Namespace) -> Iterator[Row]:
 RUN: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "compile": compile_all,
     "chain": chain,
-    **dict.fromkeys(("clusters", *OTHERS), clusters),
+    **dict.fromkeys(FORMS, clusters),
     "profile": profile,
 }
 
