@@ -143,6 +143,13 @@ __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_g
 template <int LEFT>  // groups that may still be under way
 __device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
+// Sums that were waited for: nothing that reads them is moved in front of the wait.
+template <int N>
+__device__ __forceinline__ void settle(float (&sum)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
 // --- numbers ---
 
 __device__ __forceinline__ u32 pack(float low, float high) {  // two bfloat16, rounded to nearest even
