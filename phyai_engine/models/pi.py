@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError, EngineError
+from phyai_engine.layers.coded import CodedLinear
 from phyai_engine.layers.ops import BACK, REFERENCE, Ops, load_ops
 from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
@@ -251,8 +252,11 @@ class PiModel(nn.Module):
 
     def work(self, rows: Sequence[pi_compact.Inputs]) -> Mapping[str, Work]:
         """See :class:`phyai_engine.models.Counted`."""
-        sizes = (dtype.itemsize for dtype in (self.dtype, vision_dtype(self.options, self.dtype)))
-        return phase_work(self.options, self.shape_of(rows), *sizes)
+        o, size = self.options, self.dtype.itemsize
+        expert = [matrix.weight for layer in self.coded for matrix in layer] if self._takes_codes(len(rows)) else []
+        prefix = [module.weight for module in self.language.modules() if isinstance(module, CodedLinear)]
+        coded = {"prefix": sum(map(torch.numel, prefix)), "step": sum(map(torch.numel, expert))}
+        return phase_work(o, self.shape_of(rows), size, vision_dtype(o, self.dtype).itemsize, coded)
 
     @torch.no_grad()
     def prefix(self, inputs: Mapping[str, Any], on_phase: Callable[[str], None] = lambda _: None) -> PiPrefix:

@@ -15,11 +15,13 @@ from phyai_engine.models.pi_options import PiOptions
 _WIDE = 4  # bytes of what stays fp32
 
 
-def phase_work(options: PiOptions, shape: BatchShape, size: int, vision_size: int) -> Mapping[str, Work]:
+def phase_work(
+    options: PiOptions, shape: BatchShape, size: int, vision_size: int, coded: Mapping[str, int] | None = None
+) -> Mapping[str, Work]:
     """``vision``, ``prefix`` and ``step``, of which each takes one.
 
     :param shape: images and the longest row's valid tokens of the batch. :param size: bytes of a value of the towers;
-        :param vision_size: of the vision tower's.
+        :param vision_size: of the vision tower's. :param coded: phase -> how many of its weights have eight bits.
     """
     o = options
     pixels, tokens = 3 * o.patch**2, o.image_tokens
@@ -39,7 +41,10 @@ def phase_work(options: PiOptions, shape: BatchShape, size: int, vision_size: in
         state = _stack(o, shape, 1, o.exp_width, o.exp_mlp, size, seen=shape.length + 1, keys_values_only=True)
         entry = o.action_dim * o.exp_width
         prefix = Work(prefix.flop + state.flop + 2 * shape.batch * entry, prefix.bytes + state.bytes + _WIDE * entry)
-    return {"vision": vision, "prefix": prefix, "step": step}
+    found = {"vision": vision, "prefix": prefix, "step": step}
+    for phase, count in (coded or {}).items():
+        found[phase] = Work(found[phase].flop, found[phase].bytes - (size - 1) * count)
+    return found
 
 
 def _stack(

@@ -222,6 +222,23 @@ def test_the_work_of_the_released_pi05_is_that_of_its_dimensions() -> None:
     assert work["step"].bytes / 1e6 == pytest.approx(622.9 + 18.8, rel=2e-3)
 
 
+def test_coded_weights_are_read_as_bytes() -> None:
+    sizes: dict[str, Any] = {
+        "vocab": 64, "vis_width": 16, "vis_depth": 1, "vis_mlp": 32, "vis_heads": 2, "width": 32, "depth": 2,
+        "mlp": 64, "heads": 4, "kv_heads": 1, "head_dim": 8, "exp_width": 32, "exp_mlp": 48, "action_dim": 5,
+        "action_horizon": 8, "num_steps": 2, "prompt_len": 9, "image_size": 20, "patch": 4, "cameras": ("a",),
+        "dtype": "bfloat16", "kernels": "reference",
+    }  # fmt: skip
+    inputs = {"image_mask": np.array([True]), "token_mask": np.ones(9, np.bool_)}
+    plain, coded = (
+        PiModel.random(PiOptions(**sizes, quant=quant), seed=1).work([inputs]) for quant in ("none", "w8a8_fp8")
+    )
+    layer = 2 * 32 * 32 + 32 * 2 * 8  # q and o; k and v
+    assert plain["step"].bytes - coded["step"].bytes == 2 * (layer + 3 * 32 * 48)
+    assert plain["prefix"].bytes - coded["prefix"].bytes == layer + 3 * 32 * 64 + 32 * 2 * 8  # the last layer: k and v
+    assert [plain[phase].flop for phase in plain] == [coded[phase].flop for phase in coded]
+
+
 @pytest.mark.parametrize("variant", ["pi05", "pi0"])
 @pytest.mark.parametrize("seen", [(True, True), (False, True)])
 def test_the_work_is_what_the_model_multiplies(variant: Any, seen: tuple[bool, bool]) -> None:
