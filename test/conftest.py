@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -10,6 +11,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_looked_through() -> None:
+    """What stands when a module begins is left out of collections: looking through a million objects of earlier tests
+    took up to 0.7 s, in which a control loop of a later one stood still.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +32,11 @@ def checkpoints() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that look for what was never let go of, as they end, find nothing."""
+    gc.unfreeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
