@@ -57,10 +57,9 @@ __global__ void __launch_bounds__(128 * GROUPS) attend_all(Slab query, Slab keys
 
 // Attention of many packed queries (row r is query r % queries of head r / queries) over a slab of keys, 64 of them a block. Heads
 // of 256. Two warpgroups take the tiles of 64 columns in turns, so that one multiplies while the other weighs, each with sums of
-// its own, which are added at the end. Three tiles stand in shared memory; who has read one asks for the third behind it. AHEAD:
-// the keys of a warpgroup's next tile are multiplied while the values of this one are, and its shares made meanwhile. CODED: the
-// result, rounded to bfloat16, is coded as e4m3; else `centre` [heads * 256] and `inverse` are not read.
-template <int MOST, bool CODED, bool AHEAD>
+// its own, which are added at the end. Three tiles stand in shared memory; who has read one asks for the third behind it. CODED:
+// the result, rounded to bfloat16, is coded as e4m3; else `centre` [heads * 256] and `inverse` are not read.
+template <int MOST, bool CODED>
 __global__ void __launch_bounds__(256) attend_long(
     const __grid_constant__ Map query, const __grid_constant__ Map keys, const __grid_constant__ Map values, const i64* lengths, u16* out,
     int queries, int group, int kv_heads, int columns, float scale, const float* centre, const float* inverse) {
@@ -68,7 +67,7 @@ __global__ void __launch_bounds__(256) attend_long(
     extern __shared__ char chip[];
     start_next();
     u32 q = shared_at(chip) + (1024 - shared_at(chip) % 1024) % 1024, slots = q + BYTES, notes = slots + SLOTS * 2 * BYTES;
-    u32 barriers = notes + 2 * 64 * 8, values_here = barriers + (MOST + 1) * 8;  // of the queries, of each tile; AHEAD: of its values
+    u32 barriers = notes + 2 * 64 * 8;  // of the queries, of each tile
     int pair = blockIdx.y, batch = pair / kv_heads, kv = pair % kv_heads, packed = group * queries, begin = blockIdx.x * 64;
     int length = lengths ? min(columns, static_cast<int>(lengths[batch])) : columns, tiles = min((length + TILE - 1) / TILE, MOST);
     auto bring_tile = [&](int t) {
@@ -77,16 +76,9 @@ __global__ void __launch_bounds__(256) attend_long(
         for (int p = 0; p < 4; ++p) bring(to + p * TILE * ROW, keys, p * 64, pair * columns + t * TILE, barrier);
         for (int p = 0; p < 4; ++p) bring(to + BYTES + p * TILE * ROW, values, p * 64, pair * columns + t * TILE, barrier);
     };
-    auto bring_part = [&](int t, bool second) {
-        u32 to = slots + (t % SLOTS * 2 + second) * BYTES, barrier = second ? values_here + t * 8 : barriers + 8 + t * 8;
-        expect(barrier, BYTES);
-        for (int p = 0; p < 4; ++p) bring(to + p * TILE * ROW, second ? values : keys, p * 64, pair * columns + t * TILE, barrier);
-    };
     if (threadIdx.x == 0) {
         fetch_map(query), fetch_map(keys), fetch_map(values);
         for (int i = 0; i <= tiles; ++i) make_barrier(barriers + i * 8, 1);
-        if (AHEAD)
-            for (int i = 0; i < tiles; ++i) make_barrier(values_here + i * 8, 1);
         show_barriers();
         publish();
     }
@@ -100,85 +92,33 @@ __global__ void __launch_bounds__(256) attend_long(
     if (threadIdx.x == 0) {
         expect(barriers, BYTES);
         for (int p = 0; p < 4; ++p) bring(q + p * 64 * ROW, query, p * 64, pair * packed + begin, barriers);
-        for (int t = 0; t < min(tiles, SLOTS); ++t) {
-            if (AHEAD) bring_part(t, false), bring_part(t, true);
-            else bring_tile(t);
-        }
+        for (int t = 0; t < min(tiles, SLOTS); ++t) bring_tile(t);
     }
 
     int own = threadIdx.x / 128, lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     float sum[DIM / 2] = {}, peak[2] = {NONE, NONE}, weight[2] = {0, 0};
     wait_bytes(barriers);
-    auto clear_beyond = [&](u32 v, int left) {  // nobody's columns: 0, or NaN times 0 would be NaN
-        if (left >= TILE) return;
-        for (int i = threadIdx.x % 128; i < (TILE - left) * (DIM / 8); i += 128) clear16(v + chunk_at(TILE, left + i / (DIM / 8), i % (DIM / 8)));
-        publish();
-        meet_group();
-    };
-    float logit[TILE / 2], shrink[2];
-    u32 share[TILE / 4];
-    auto weigh_tile = [&](int t, u32 (&made)[TILE / 4]) {
-        float before[2] = {peak[0], peak[1]}, added[2] = {0, 0};
-        weigh<TILE>(logit, scale, length - t * TILE, peak, added, made);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            shrink[h] = power_of_two(before[h] - peak[h]);
-            weight[h] = weight[h] * shrink[h] + added[h];
+    for (int t = own; t < tiles; t += 2) {
+        u32 k = slots + t % SLOTS * 2 * BYTES, v = k + BYTES;
+        int left = length - t * TILE;
+        wait_bytes(barriers + 8 + t * 8);
+        if (left < TILE) {  // nobody's columns: 0, or NaN times 0 would be NaN
+            for (int i = threadIdx.x % 128; i < (TILE - left) * (DIM / 8); i += 128) clear16(v + chunk_at(TILE, left + i / (DIM / 8), i % (DIM / 8)));
+            publish();
+            meet_group();
         }
-    };
-    auto shrink_sums = [&] {
+        float logit[TILE / 2], before[2] = {peak[0], peak[1]}, added[2] = {0, 0};
+        u32 share[TILE / 4];
+        multiply_keys<TILE, DIM / 16>(logit, q, 64, k);
+        weigh<TILE>(logit, scale, left, peak, added, share);
+        float shrink[2] = {power_of_two(before[0] - peak[0]), power_of_two(before[1] - peak[1])};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) weight[h] = weight[h] * shrink[h] + added[h];
 #pragma unroll
         for (int i = 0; i < DIM / 2; ++i) sum[i] *= shrink[i / 2 % 2];
-    };
-    bool brings = threadIdx.x % 128 == 0;
-    if constexpr (AHEAD) {
-        u32 others[TILE / 4];  // two tiles' shares in turns: the matrix unit still reads one's while the next ones are made
-        auto next_shares = [&](int t, u32 (&made)[TILE / 4]) {  // of a tile whose logits are there: the place of its keys is free
-            settle(logit);
-            meet_group();
-            if (brings && t + SLOTS < tiles) bring_part(t + SLOTS, false);
-            weigh_tile(t, made);
-        };
-        auto step = [&](int t, const u32 (&used)[TILE / 4], u32 (&made)[TILE / 4]) {
-            wait_bytes(barriers + 8 + (t + 2) * 8);
-            wait_bytes(values_here + t * 8);
-            ask_keys<TILE, DIM / 16>(logit, q, 64, slots + (t + 2) % SLOTS * 2 * BYTES);
-            ask_values<DIM, TILE, true>(sum, used, slots + (t % SLOTS * 2 + 1) * BYTES);
-            wait_products<1>();
-            next_shares(t + 2, made);
-            wait_products<0>();
-            settle(sum);
-            meet_group();
-            if (brings && t + SLOTS < tiles) bring_part(t + SLOTS, true);
-            shrink_sums();
-        };
-        auto end_with = [&](int t, const u32 (&used)[TILE / 4]) {
-            u32 v = slots + (t % SLOTS * 2 + 1) * BYTES;
-            wait_bytes(values_here + t * 8);
-            clear_beyond(v, length - t * TILE);
-            multiply_values<DIM, TILE, true>(sum, used, v);
-        };
-        if (own < tiles) {
-            wait_bytes(barriers + 8 + own * 8);
-            multiply_keys<TILE, DIM / 16>(logit, q, 64, slots + own * 2 * BYTES);
-            next_shares(own, share);
-            int t = own;
-            for (; t + 4 < tiles; t += 4) step(t, share, others), step(t + 2, others, share);
-            if (t + 2 < tiles) step(t, share, others), end_with(t + 2, others);
-            else end_with(t, share);
-        }
-    } else {
-        for (int t = own; t < tiles; t += 2) {
-            u32 k = slots + t % SLOTS * 2 * BYTES, v = k + BYTES;
-            wait_bytes(barriers + 8 + t * 8);
-            clear_beyond(v, length - t * TILE);
-            multiply_keys<TILE, DIM / 16>(logit, q, 64, k);
-            weigh_tile(t, share);
-            shrink_sums();
-            multiply_values<DIM, TILE, true>(sum, share, v);
-            meet_group();
-            if (brings && t + SLOTS < tiles) bring_tile(t + SLOTS);
-        }
+        multiply_values<DIM, TILE, true>(sum, share, v);
+        meet_group();
+        if (threadIdx.x % 128 == 0 && t + SLOTS < tiles) bring_tile(t + SLOTS);
     }
 
     // Each warpgroup ends half of the head: it gives the other half of its sums away.

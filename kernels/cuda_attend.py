@@ -23,7 +23,6 @@ FILES = ("cuda_attend.cu",)
 GROUPS = 2  # warpgroups of a block of few columns, 64 queries each
 FEW_COLUMNS, WIDEST = 256, 128
 TILE, MOST_TILES, HEAD = 64, 32, 256  # of many queries: columns of a tile, tiles, values of a head
-AHEAD = False  # NOT MEASURED: the keys of the next tile are multiplied before this one's shares are made
 
 Instructions = tuple[tuple[str, int], ...]
 
@@ -34,8 +33,7 @@ def expression(dim: int, columns: int, *, coded: bool = False) -> tuple[str, Ins
     :param columns: at most; of heads of 256 any. :param coded: their result.
     """
     if dim == HEAD:
-        flags = ", ".join(str(flag).lower() for flag in (coded, AHEAD))
-        return f"attend_long<{MOST_TILES}, {flags}>", (("Mma", TILE), ("Wide", HEAD))
+        return f"attend_long<{MOST_TILES}, {str(coded).lower()}>", (("Mma", TILE), ("Wide", HEAD))
     across = -(-columns // 16) * 16
     return f"attend_all<{dim}, {across}, {GROUPS}>", (("Mma", across), ("Wide", dim))
 
@@ -43,7 +41,7 @@ def expression(dim: int, columns: int, *, coded: bool = False) -> tuple[str, Ins
 def shared_bytes(dim: int, columns: int) -> int:
     """Of a block, as the kernels have it."""
     if dim == HEAD:
-        return 1024 + 7 * 64 * HEAD * 2 + 2 * 64 * 8 + (2 * MOST_TILES + 1) * 8
+        return 1024 + 7 * 64 * HEAD * 2 + 2 * 64 * 8 + (MOST_TILES + 1) * 8
     panels, across = -(-dim // 64), -(-columns // 16) * 16
     return 1024 + panels * (64 * GROUPS + 2 * across) * 128
 

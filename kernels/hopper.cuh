@@ -39,10 +39,10 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void wait_bytes(u32 barrier) {  // of a barrier's first use
-    asm volatile(
-        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@!p bra again;\n}" ::"r"(barrier)
-        : "memory");
+// Of a barrier's first use. It does not say `cluster`, which would empty the L1 cache at each wait: what is waited for comes into
+// this block's shared memory.
+__device__ __forceinline__ void wait_bytes(u32 barrier) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\n@!p bra again;\n}" ::"r"(barrier) : "memory");
 }
 
 // --- copies ---
@@ -142,13 +142,6 @@ __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_g
 
 template <int LEFT>  // groups that may still be under way
 __device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
-
-// Sums that were waited for: nothing that reads them is moved in front of the wait.
-template <int N>
-__device__ __forceinline__ void settle(float (&sum)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
-}
 
 // --- numbers ---
 

@@ -65,35 +65,24 @@ struct Slab {  // queries, keys or values: strides in values
     i64 batch, head, column;
 };
 
-// Logits of a warpgroup's 64 rows of queries, in panels of `rows` rows, and KEYS columns; STEPS times 16 values of a head. Asked for
-// only: wait_products() comes before they are read.
+// Logits of a warpgroup's 64 rows of queries, in panels of `rows` rows, and KEYS columns; STEPS times 16 values of a head.
 template <int KEYS, int STEPS>
-__device__ __forceinline__ void ask_keys(float (&logit)[KEYS / 2], u32 queries, int rows, u32 keys) {
+__device__ __forceinline__ void multiply_keys(float (&logit)[KEYS / 2], u32 queries, int rows, u32 keys) {
     open_products();
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
         Mma<KEYS>::add(logit, panels(queries + i / 4 * rows * ROW + i % 4 * 32), panels(keys + i / 4 * KEYS * ROW + i % 4 * 32), i > 0);
     commit_products();
-}
-
-template <int KEYS, int STEPS>
-__device__ __forceinline__ void multiply_keys(float (&logit)[KEYS / 2], u32 queries, int rows, u32 keys) {
-    ask_keys<KEYS, STEPS>(logit, queries, rows, keys);
     wait_products<0>();
 }
 
-// What their columns weigh times the values, by themselves or with MORE on top of what the sums hold; asked for only.
+// What their columns weigh times the values, by themselves or with MORE on top of what the sums hold.
 template <int DIM, int KEYS, bool MORE>
-__device__ __forceinline__ void ask_values(float (&sum)[DIM / 2], const u32 (&share)[KEYS / 4], u32 values) {
+__device__ __forceinline__ void multiply_values(float (&sum)[DIM / 2], const u32 (&share)[KEYS / 4], u32 values) {
     open_products();
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) Wide<DIM>::add(sum, share + 4 * i, panels(values + i * 2048, KEYS * ROW), MORE || i > 0);
     commit_products();
-}
-
-template <int DIM, int KEYS, bool MORE>
-__device__ __forceinline__ void multiply_values(float (&sum)[DIM / 2], const u32 (&share)[KEYS / 4], u32 values) {
-    ask_values<DIM, KEYS, MORE>(sum, share, values);
     wait_products<0>();
 }
 

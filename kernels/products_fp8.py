@@ -27,7 +27,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
+def programs_of(device: torch.device) -> int:
     """One for each multiprocessor."""
     return WAVE if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -237,7 +237,7 @@ def fused_product(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor, code:
     width, dtype = (outputs, torch.bfloat16) if code is None else (outputs // 2, FP8)
     out = torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
     tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.outputs)
-    programs = _programs(x.device)
+    programs = programs_of(x.device)
     flat = tiles >= 2 * programs
     _product_fp8[(programs if flat else tiles,)](
         *described(x, weight, cut),

@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from phyai_kernels.products_fp8 import Plan, check_coded, described, launch_constants, plan, sum_tile, tile_of
+from phyai_kernels.products_fp8 import (
+    Plan,
+    check_coded,
+    described,
+    launch_constants,
+    plan,
+    programs_of,
+    sum_tile,
+    tile_of,
+)
 from phyai_kernels.split_rotate import check_slab
 from phyai_kernels.tiles import block
 from torch import Tensor
@@ -126,7 +135,7 @@ def _launch(
 ) -> None:
     (batch, tokens, inputs), heads = x.shape, query.shape[1]
     kv_heads, columns, dim = keys.shape[1:]
-    cut = _within_a_head(plan(batch * tokens, inputs, len(weight)), dim)
+    cut = _within_a_head(plan_once(batch * tokens, inputs, len(weight), programs_of(x.device)), dim)
     tiles = triton.cdiv(batch * tokens, cut.rows) * triton.cdiv(dim, cut.outputs) * (heads + 2 * kv_heads)
     _project_rotate_fp8[(tiles,)](
         *described(x, weight, cut),
@@ -149,6 +158,13 @@ def _launch(
         HALF=dim // 2,
         **launch_constants(cut, x.device),
     )
+
+
+def plan_once(rows: int, inputs: int, outputs: int, programs: int) -> Plan:
+    """Wide tiles where all run at once: 784 rows of 2048 -> 2560 12.0 us instead of 17.7 (H200)."""
+    cut, wide = plan(rows, inputs, outputs), Plan(64, 256, 128, 8, 4)
+    once = triton.cdiv(rows, wide.rows) * triton.cdiv(outputs, wide.outputs) <= programs
+    return wide._replace(inputs=cut.inputs) if rows > wide.rows and inputs >= wide.inputs and once else cut
 
 
 def _within_a_head(cut: Plan, dim: int) -> Plan:

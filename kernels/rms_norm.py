@@ -13,14 +13,15 @@ import triton.language as tl
 from phyai_kernels.products import launch_options, overlaps
 from phyai_kernels.products_fp8 import check_code, coded
 from phyai_kernels.reference import EPS, FP8, Code
-from phyai_kernels.tiles import block, check_launch
+from phyai_kernels.tiles import WAVE, block, check_launch
 from torch import Tensor
 
 WIDEST = 16384  # a row lives in one program's registers
+TOGETHER = 4  # rows of a program where four vectors come with them: of 968 coded rows they are more bytes than the rows
 
 
-@triton.jit
-def _norm_row(
+@triton.jit(do_not_specialize=["rows"])  # see attend.py
+def _norm_rows(
     x,
     out,
     gate,
@@ -32,6 +33,7 @@ def _norm_row(
     bias,
     total,
     normed,
+    rows,
     width,
     eps,
     ADD: tl.constexpr,
@@ -40,41 +42,45 @@ def _norm_row(
     CODE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift, with CODE as e4m3.
+    """ROWS rows: total = x + gate * out; normed = total / rms(total) * (1 + scale) + shift, with CODE as e4m3.
 
     With SCALE ``out`` is a coded product, to be multiplied with a factor, and a bias added.
     """
-    row = tl.program_id(0).to(tl.int64) * width
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    gain = 1.0 + tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    there = (row < rows)[:, None] & inside[None, :]
+    gain = (1.0 + tl.load(scale + column, mask=inside, other=0.0).to(tl.float32))[None, :]
     if OVERLAP:  # the vectors are nobody's result
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    value = tl.load(x + row + column, mask=inside, other=0.0)
+    value = tl.load(x + at, mask=there, other=0.0)
     if ADD:
         dtype = value.dtype
-        added = tl.load(out + row + column, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(out + at, mask=there, other=0.0).to(tl.float32)
         if SCALE:
-            added = added * tl.load(factor + column, mask=inside, other=0.0)
-            added = (added + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+            added = added * tl.load(factor + column, mask=inside, other=0.0)[None, :]
+            added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            added = added.to(dtype).to(tl.float32)
         if GATE:  # rounded where the reference rounds: the gate, then the product
             opened = tl.load(gate + column, mask=inside, other=0.0).to(dtype)
-            added = (opened.to(tl.float32) * added).to(dtype).to(tl.float32)
+            added = (opened.to(tl.float32)[None, :] * added).to(dtype).to(tl.float32)
         value = (value.to(tl.float32) + added).to(dtype)
-        tl.store(total + row + column, value, mask=inside)
+        tl.store(total + at, value, mask=there)
     wide = value.to(tl.float32)
-    result = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps) * gain
+    result = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)[:, None] * gain
     if SHIFT:
-        result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+        result += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     result = result.to(value.dtype)
     if CODE:
-        middle = tl.load(centre + column, mask=inside, other=0.0)
-        tl.store(normed + row + column, coded(result.to(tl.float32), middle, inverse), mask=inside)
+        middle = tl.load(centre + column, mask=inside, other=0.0)[None, :]
+        tl.store(normed + at, coded(result.to(tl.float32), middle, inverse), mask=there)
     else:
-        tl.store(normed + row + column, result, mask=inside)
+        tl.store(normed + at, result, mask=there)
 
 
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -112,8 +118,9 @@ def norm_rows(
     out = None if out is None else out.contiguous()
     normed = torch.empty_like(x, dtype=x.dtype if code is None else FP8)
     total = x if out is None else torch.empty_like(x)
-    size = block(width, largest=WIDEST)
-    _norm_row[(x.numel() // width,)](
+    size, rows = block(width, largest=WIDEST), x.numel() // width
+    together = TOGETHER if scaling is not None and rows >= TOGETHER * WAVE else 1
+    _norm_rows[(triton.cdiv(rows, together),)](
         x,
         out,
         vectors[2],
@@ -123,6 +130,7 @@ def norm_rows(
         *(scaling or (None, None)),
         total,
         normed,
+        rows,
         width,
         EPS,
         ADD=out is not None,
@@ -131,6 +139,7 @@ def norm_rows(
         CODE=code is not None,
         SCALE=scaling is not None,
         BLOCK=size,
+        ROWS=together,
         OVERLAP=overlaps(x.device),
         num_warps=min(max(size // 256, 1), 16),
         enable_fp_fusion=False,  # or product and sum become one bf16 instruction that rounds once

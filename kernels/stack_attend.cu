@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(256) attend(
     commit_copies();
     bring_columns(v, values, old, fresh_at, fresh);
     commit_copies();
+    if (BYTES == 1) start_next();  // not at once: its weights would come in the way of the queries, and of bfloat16 they still do
     wait_copies<1>();
     publish();
     __syncthreads();
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(256) attend(
     for (int i = 0; i < DIM / 16; ++i) Deep<OWN>::add(logit, asked + 4 * i, panels(k + (i / 4 * KEYS + warps * OWN) * ROW + i % 4 * 32), i > 0);
     commit_products();
     wait_products<0>();
-    start_next();  // not at once: its weights would come in the way of the queries
+    if (BYTES == 2) start_next();
     find_peaks<OWN>(logit, scale, old + fresh - warps * OWN, peak);
     u32 noted = notes + (warps * 64 + row) * 8, theirs = notes + ((1 - warps) * 64 + row) * 8;
     if (threadIdx.x % 4 == 0) write4(noted, __float_as_uint(peak[0])), write4(noted + 8 * 8, __float_as_uint(peak[1]));

@@ -60,17 +60,21 @@ class CudaClock:
 
     Events are only recorded while a run lasts: nothing waits for the device before ``take``. A phase includes the
     time in which the device waited for the host. Ranges show the host's side; a profiler links them to the kernels.
+    Events are kept for the next run: to make one takes longer than to record it, while the device waits.
     """
 
     def __init__(self, cuda: Any) -> None:
         """:param cuda: torch.cuda, which this module does not import."""
         self._cuda = cuda
+        self._events: list[Any] = []
         self._borders: list[tuple[str, Any]] = []
 
     def __call__(self, phase: str) -> None:
         if self._borders and self._borders[-1][0] != END:
             self._cuda.nvtx.range_pop()
-        event = self._cuda.Event(enable_timing=True)
+        if len(self._borders) == len(self._events):
+            self._events.append(self._cuda.Event(enable_timing=True))
+        event = self._events[len(self._borders)]
         event.record()
         self._borders.append((phase, event))
         if phase != END:

@@ -49,6 +49,7 @@ class Staging:
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._copied = _event() if device.type == "cuda" else None
+        self._graph: torch.cuda.CUDAGraph | None = None
         flat = self._host.numpy()
         self.host: dict[str, NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
@@ -63,11 +64,22 @@ class Staging:
             self._copied.synchronize()
         return self.host
 
+    def capture(self, recorder: _Recorder) -> None:
+        """Take the copy into a graph: torch asks for it later than a replay does, and the device waits."""
+        self._graph = recorder.begin()
+        self._copy()
+
     def copy_in(self) -> None:
         """Bring all arrays to the device."""
-        self._device.copy_(self._host, non_blocking=True)
+        if self._graph is None:
+            self._copy()
+        else:
+            self._graph.replay()
         if self._copied is not None:
             self._copied.record()
+
+    def _copy(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
 
 
 class CapturedShape:
@@ -184,6 +196,7 @@ class CapturedShape:
             def on_phase(name: str) -> None:
                 self._phases.append((name, recorder.begin()))
 
+            self.inputs.capture(recorder)
             self.prefix = self._model.encode(self.inputs.device, on_phase)
             for guided in runs:
                 self._reset(guided)

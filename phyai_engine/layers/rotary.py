@@ -21,7 +21,7 @@ def inverse_frequencies(head_dim: int, base: float) -> Tensor:
 def rotary_table(positions: Tensor, frequencies: Tensor) -> Rotary:
     """cos and sin of every position.
 
-    :param positions: [B, S] integer. :param frequencies: [D/2] fp32. :return: two [B, S, D/2] fp32 tensors.
+    :param positions: [...] integer. :param frequencies: [D/2] fp32. :return: two [..., D/2] fp32 tensors.
     """
     angles = positions.float()[..., None] * frequencies
     return angles.cos(), angles.sin()

@@ -26,7 +26,7 @@ from phyai_engine.config import ModelConfig, convert
 from phyai_engine.errors import ConfigError, EngineError
 from phyai_engine.layers.coded import CodedLinear
 from phyai_engine.layers.ops import BACK, REFERENCE, Ops, load_ops
-from phyai_engine.layers.rotary import inverse_frequencies, rotary_table
+from phyai_engine.layers.rotary import Rotary, inverse_frequencies, rotary_table
 from phyai_engine.layers.tape import Tape
 from phyai_engine.models import Work, pi_compact
 from phyai_engine.models.backbones.gemma import GemmaOptions, GemmaStack, Norms, Span
@@ -76,7 +76,8 @@ class PiModel(nn.Module):
 
     spec: ModelSpec
     ops: Ops
-    rotary_frequencies: Tensor
+    rotary: Rotary  # of every position that a prefix or its actions can have, [P, D/2]
+    positions: Tensor  # 0 to P - 1
     modulation: Tensor
     time_rows: Tensor
     moved: Sequence[Tensor]  # of pi0.5's expert, where a form of it reads them: norm -> ``Norm.moved`` of each step
@@ -106,8 +107,6 @@ class PiModel(nn.Module):
             self.register_buffer("time_rows", torch.empty(o.num_steps + 1, width))
         else:
             self.register_buffer("modulation", torch.empty(o.num_steps + 1, 2 * o.depth + 1, 3, width))
-        frequencies = inverse_frequencies(o.head_dim, o.rope_theta)
-        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
     @staticmethod
     def expected(options: PiOptions) -> dict[str, Shape]:
@@ -208,7 +207,10 @@ class PiModel(nn.Module):
         for name, tensor in fold(folded, options, time_embedding(times, options)).items():
             own[name].copy_(tensor)
         own["embedding"].mul_(options.width**0.5)  # rounded once, as a product with the looked-up row would be
-        model.rotary_frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
+        prefix = len(options.cameras) * options.image_tokens + options.prompt_len + options.state_tokens
+        model.positions = torch.arange(prefix + options.action_horizon, device=device)
+        frequencies = inverse_frequencies(options.head_dim, options.rope_theta).to(device)
+        model.rotary = rotary_table(model.positions, frequencies)
         scales = None if options.quant == "none" else code(model, checkpoint)
         shapes = [shape for shape in op_shapes(options, model.dtype) if gradient or shape.op not in BACK]
         model.ops = load_ops(options.kernels, device=device, shapes=shapes)
@@ -224,7 +226,7 @@ class PiModel(nn.Module):
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         """See :class:`phyai_engine.models.Model`."""
-        return torch.tensor(array, device=self.rotary_frequencies.device)
+        return torch.tensor(array, device=self.positions.device)
 
     def to_host(self, array: Tensor) -> NDArray[np.generic]:
         """See :class:`phyai_engine.models.Model`; bfloat16, which NumPy does not have, becomes float32."""
@@ -233,14 +235,14 @@ class PiModel(nn.Module):
 
     def captured_shapes(self, batches: Sequence[int]) -> list[BatchShape]:
         """See :class:`phyai_engine.models.Capturable`."""
-        on_accelerator = self.rotary_frequencies.device.type == "cuda"
+        on_accelerator = self.positions.device.type == "cuda"
         wanted = on_accelerator and self.options.graphs == "auto"
         return pi_compact.captured_shapes(self.options, batches) if wanted else []
 
     def shape_of(self, rows: Sequence[pi_compact.Inputs]) -> BatchShape:
         """See :class:`phyai_engine.models.Capturable`."""
-        image_mask, token_mask = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
-        return pi_compact.shape_of(image_mask, token_mask, self.options.image_tokens)
+        image_masks, token_masks = ([row[name] for row in rows] for name in ("image_mask", "token_mask"))
+        return pi_compact.shape_of(image_masks, token_masks, self.options.image_tokens)
 
     def staged(self, shape: BatchShape) -> dict[str, BufferSpec]:
         """See :class:`phyai_engine.models.Capturable`."""
@@ -290,8 +292,8 @@ class PiModel(nn.Module):
         o, (batch, length), valid = self.options, x.shape[:2], staged["valid"]
         slab = (o.depth, batch, o.kv_heads, length + o.state_tokens + o.action_horizon, o.head_dim)
         keys, values = (torch.empty(slab, dtype=self.dtype, device=x.device) for _ in range(2))
-        zero = torch.zeros_like(valid)
-        span = Span(keys, values, zero, valid.clamp(min=1), self._rotary(zero, length))
+        cos, sin = (part[:length].expand(batch, -1, -1) for part in self.rotary)
+        span = Span(keys, values, torch.zeros_like(valid), valid.clamp(min=1), (cos, sin))
         self.language.fill(x, span, self.language.plain_norm, self.ops)
         start = valid
         if o.variant == "pi0":
@@ -391,6 +393,8 @@ class PiModel(nn.Module):
 
         return norm
 
-    def _rotary(self, start: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _rotary(self, start: Tensor, count: int) -> Rotary:
         """Of ``count`` tokens per row from position ``start`` [B] on."""
-        return rotary_table(start[:, None] + torch.arange(count, device=start.device), self.rotary_frequencies)
+        place = start[:, None] + self.positions[:count]
+        cos, sin = self.rotary
+        return cos[place], sin[place]

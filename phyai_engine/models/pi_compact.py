@@ -8,7 +8,7 @@ captured graph of a larger shape takes what is arranged for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,10 +49,15 @@ class Layout:
     valid: NDArray[np.int64]
 
 
-def shape_of(image_mask: NDArray[np.bool_], token_mask: NDArray[np.bool_], image_tokens: int) -> BatchShape:
-    """The smallest shape of a batch. :param image_mask: [B, C]. :param token_mask: [B, P]. :param image_tokens: T."""
-    tokens = image_mask.sum(axis=1) * image_tokens + token_mask.sum(axis=1)
-    return BatchShape(len(image_mask), int(image_mask.sum()), max(1, int(tokens.max())))
+def shape_of(
+    image_masks: Iterable[NDArray[np.bool_]], token_masks: Iterable[NDArray[np.bool_]], image_tokens: int
+) -> BatchShape:
+    """The smallest shape of a batch. :param image_masks: [C] of each row. :param token_masks: [P] of each row.
+    :param image_tokens: T.
+    """
+    seen, said = ([int(np.count_nonzero(mask)) for mask in masks] for masks in (image_masks, token_masks))
+    tokens = [images * image_tokens + words for images, words in zip(seen, said, strict=True)]
+    return BatchShape(len(tokens), sum(seen), max(1, *tokens))
 
 
 def arrange(
@@ -107,18 +112,26 @@ def staged(options: PiOptions, shape: BatchShape) -> dict[str, BufferSpec]:
 def stage(options: PiOptions, shape: BatchShape, rows: Sequence[Inputs], into: Mapping[str, NDArray[Any]]) -> None:
     """Write a batch into host arrays as ``staged`` has them. Images of masked cameras are not touched.
 
+    The device waits meanwhile: no array is made unless a mask changed.
+
     :param into: where the last batch still stands: equal masks have an equal layout, which is then left as it is.
     """
-    image_mask, token_mask = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
-    mask = np.concatenate((image_mask.repeat(options.image_tokens, axis=1), token_mask), axis=1)
-    if not np.array_equal(mask, into["mask"]):
+    if not all(_has_masks(mask, row, options.image_tokens) for mask, row in zip(into["mask"], rows, strict=True)):
+        image_mask, token_mask = (np.stack([row[name] for row in rows]) for name in ("image_mask", "token_mask"))
         layout = arrange(image_mask, token_mask, options.image_tokens, shape)
         into["source"][:], into["valid"][:], into["mask"][:] = layout.source, layout.valid, layout.mask
-    cameras = image_mask.shape[1]
-    for i, place in enumerate(np.flatnonzero(image_mask)):
-        into["images"][i] = rows[place // cameras]["images"][place % cameras]
+    images = iter(into["images"])
     for i, row in enumerate(rows):
+        for camera in np.flatnonzero(row["image_mask"]):
+            next(images)[:] = row["images"][camera]
         # What stands under a false mask may be anything, and beyond the vocabulary.
-        into["tokens"][i] = np.where(row["token_mask"], row["tokens"], 0)
+        np.multiply(row["tokens"], row["token_mask"], out=into["tokens"][i])
         if "state" in into:
             into["state"][i] = row["state"]
+
+
+def _has_masks(mask: NDArray[np.bool_], row: Inputs, image_tokens: int) -> bool:
+    """:param mask: as Layout has it, of one row."""
+    pictures = len(row["image_mask"]) * image_tokens
+    seen = mask[:pictures:image_tokens] == row["image_mask"]
+    return bool(seen.all() and (mask[pictures:] == row["token_mask"]).all())

@@ -360,10 +360,11 @@ class StandInCuda:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.nvtx = self
-        self.now = 0
+        self.now = self.events = 0
 
     def Event(self, *, enable_timing: bool) -> StandInEvent:  # torch's name
         assert enable_timing
+        self.events += 1
         return StandInEvent(self)
 
     def range_push(self, name: str) -> None:
@@ -401,6 +402,7 @@ def test_cuda_phases_are_event_pairs_and_closed_nvtx_ranges() -> None:
         assert cuda.log == ["<encode", ">", "<copy_in", ">", "<prefix", ">"], "nothing waits while a run lasts"
         assert clock.take() == {"copy_in": 1.0, "prefix": 1.0}
         assert cuda.log[-1].startswith("wait for")
+    assert cuda.events == 3, "the second run takes those of the first"
 
 
 def test_a_run_that_was_not_finished_is_forgotten_without_waiting() -> None:

@@ -294,7 +294,6 @@ inline void multiply(Thread* group, size_t i) {
             sum = found;
         }
 }
-template <int N> void settle(float (&)[N]) {}
 inline void open_products() {}
 inline void commit_products() { cluster->now->committed.push_back(cluster->now->products.size()); }
 template <int LEFT>

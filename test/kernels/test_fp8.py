@@ -19,7 +19,10 @@ SIZES: dict[str, list[tuple[int, ...]]] = {
     "rms_norm_fp8": [(3, 40), (5, 1000)],
     "linear_norm_fp8": [(3, 48, 24), (70, 144, 40)],
     "gated_up_fp8": [(3, 48, 24), (70, 144, 150)],
-    "project_rotate_fp8": [(2, 3, 48, 4, 1, 16, 9), (1, 70, 32, 2, 2, 24, 80), (1, 1, 16, 1, 1, 2, 1)],
+    "project_rotate_fp8": [
+        *((2, 3, 48, 4, 1, 16, 9), (1, 70, 32, 2, 2, 24, 80), (1, 1, 16, 1, 1, 2, 1)),
+        (1, 70, 128, 2, 1, 24, 80),  # in wide tiles
+    ],
     "attend_fp8": [(2, 4, 1, 3, 20, 16), (1, 2, 1, 40, 300, 24)],
 }
 CALLS = [(op, size) for op, sizes in SIZES.items() for size in sizes]
@@ -35,6 +38,35 @@ def test_it_is_the_reference(device: torch.device, op: str, size: tuple[int, ...
     allowed = TOLERANCES[torch.bfloat16] * (1 if device.type == "cuda" else 2)  # the interpreter cuts bfloat16 off
     error = largest_error(op, torch.bfloat16, size, kernel(op), device)
     assert error <= allowed, f"{op} {size}: {error}"
+
+
+def test_tiles_are_wide_where_all_run_at_once() -> None:
+    cut = pytest.importorskip("phyai_kernels.project_rotate_fp8", reason="Triton is not installed").plan_once
+    assert [cut(rows, 2048, 2560, 132).outputs for rows in (50, 65, 712, 784, 833, 968)] == [
+        64,
+        256,
+        256,
+        256,
+        128,
+        128,
+    ]
+
+
+def test_rows_of_one_program_do_not_meet() -> None:
+    """Several rows a program, the last of which has fewer, have the bits of one each."""
+    module = pytest.importorskip("phyai_kernels.rms_norm", reason="Triton is not installed")
+    draw, (rows, width) = torch.Generator().manual_seed(0), (4 * module.WAVE + 3, 40)
+    x, out = (torch.randn(rows, width, generator=draw).bfloat16() for _ in range(2))
+    scale, factor, bias, centre = torch.randn(4, width, generator=draw)
+
+    def norm(part: slice) -> tuple[Tensor, Tensor]:
+        code, scaling = (centre, torch.tensor(30.0)), (factor, bias)
+        found: tuple[Tensor, Tensor] = module.norm_rows(x[part], scale, None, out[part], None, code, scaling)
+        return found
+
+    together, pieces = norm(slice(None)), [norm(slice(first, first + 500)) for first in (0, 500)]
+    for whole, parts in zip(together, zip(*pieces, strict=True), strict=True):
+        assert torch.equal(whole.float(), torch.cat(parts).float())
 
 
 @pytest.mark.parametrize("op", ["gated_up_fp8", "linear_norm_fp8"])
