@@ -214,8 +214,7 @@ def test_a_layout_is_kept_only_for_equal_masks() -> None:
     model = PiModel.random(options, seed=3)
     graphs = Graphs(model, replay=False, shapes=[BatchShape(1, 2, 59)])
     rows = some_rows(options)
-    changed = {"image_mask": np.array([True, True])}  # of two masks one alone
-    rows.append(dataclasses.replace(rows[1], inputs=rows[1].inputs | changed))
+    rows.append(row(options, 5, prompt=2, cameras=(True, True)))  # of row 1 one mask alone is another
     for i in (0, 0, 1, -1, 1, 2, 1, 3, 0):
         np.testing.assert_allclose(
             actions_of(Runner(model, graphs=graphs), [rows[i]]), actions_of(Runner(model), [rows[i]]), atol=1e-5, rtol=0
