@@ -19,10 +19,7 @@ SIZES: dict[str, list[tuple[int, ...]]] = {
     "rms_norm_fp8": [(3, 40), (5, 1000)],
     "linear_norm_fp8": [(3, 48, 24), (70, 144, 40)],
     "gated_up_fp8": [(3, 48, 24), (70, 144, 150)],
-    "project_rotate_fp8": [
-        *((2, 3, 48, 4, 1, 16, 9), (1, 70, 32, 2, 2, 24, 80), (1, 1, 16, 1, 1, 2, 1)),
-        (1, 70, 128, 2, 1, 24, 80),  # in wide tiles
-    ],
+    "project_rotate_fp8": [(2, 3, 48, 4, 1, 16, 9), (1, 70, 32, 2, 2, 24, 80), (1, 1, 16, 1, 1, 2, 1)],
     "attend_fp8": [(2, 4, 1, 3, 20, 16), (1, 2, 1, 40, 300, 24)],
 }
 CALLS = [(op, size) for op, sizes in SIZES.items() for size in sizes]
@@ -42,14 +39,20 @@ def test_it_is_the_reference(device: torch.device, op: str, size: tuple[int, ...
 
 def test_tiles_are_wide_where_all_run_at_once() -> None:
     cut = pytest.importorskip("phyai_kernels.project_rotate_fp8", reason="Triton is not installed").plan_once
-    assert [cut(rows, 2048, 2560, 132).outputs for rows in (50, 65, 712, 784, 833, 968)] == [
-        64,
-        256,
-        256,
-        256,
-        128,
-        128,
-    ]
+    widths = [cut(rows, 2048, 2560, 132, 227 << 10).outputs for rows in (50, 65, 712, 784, 833, 968)]
+    assert widths == [64, 256, 256, 256, 128, 128]
+    assert cut(712, 2048, 2560, 128, 99 << 10).outputs == 128, "a GeForce's shared memory does not hold them"
+
+
+def test_wide_tiles_are_the_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("phyai_kernels.project_rotate_fp8", reason="Triton is not installed")
+    size, taken = (1, 70, 128, 2, 1, 24, 80), []
+    if device.type == "cpu":
+        monkeypatch.setattr(module, "chip_bytes", lambda device: 227 << 10)
+    chosen = module.plan_once
+    monkeypatch.setattr(module, "plan_once", lambda *args: taken.append(chosen(*args)) or taken[-1])
+    test_it_is_the_reference(device, "project_rotate_fp8", size)
+    assert {cut.outputs for cut in taken} == {256}
 
 
 def test_rows_of_one_program_do_not_meet() -> None:
